@@ -1,0 +1,95 @@
+"""Engine settings as the user gives them: frozen, checked, nothing derived (engine/resolve.py derives). Never imports jax."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+PAGE_SIZES = (16, 32, 64, 128)
+VLLM_SPELLINGS = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages", "kv_cache_dtype": "kv_dtype"}
+
+
+def setting(default: Any, help: str) -> Any:
+    """A config field with the sentence that documents it and serves as its command-line help."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of an engine. None means: chosen by engine/resolve.py from the model and the hardware."""
+
+    model: str = setting("", "Converted checkpoint folder, Hugging Face folder or .gguf file.")
+    dtype: str = setting("auto", "Weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.")
+    max_model_len: int | None = setting(None, "Prompt plus output tokens of one sequence at most; default: what the model was trained for.")
+    seed: int = setting(0, "Seed for requests that bring none.")
+    enforce_eager: bool = setting(False, "Run steps without jit, for debugging.")
+    deterministic: bool = setting(
+        False, "Run every step at one token bucket, so that a request's bits do not depend on its neighbours.")
+    async_scheduling: bool = setting(True, "Dispatch a step before the tokens of the one before it are read.")
+
+    page_size: int | None = setting(None, "Tokens in one KV-cache page: 16, 32, 64 or 128.")
+    num_pages: int | None = setting(None, "Pages in the KV pool, null page included; overrides the memory settings.")
+    kv_cache_memory_bytes: int | None = setting(None, "Bytes for the KV pool; overrides gpu_memory_utilization.")
+    gpu_memory_utilization: float = setting(0.9, "Share of the device's memory that weights, KV pool and step buffers may take.")
+    kv_dtype: str = setting("auto", "KV cache: auto (as dtype), bfloat16, float16 or float32.")
+    enable_prefix_caching: bool = setting(True, "Reuse the KV pages of equal prompt prefixes.")
+
+    max_num_seqs: int | None = setting(None, "Sequences that run together at most.")
+    max_num_batched_tokens: int | None = setting(None, "Tokens in one step at most; longer prompts are prefilled in chunks.")
+    scheduling_policy: str = setting("fcfs", "Order in which waiting requests are admitted.")
+    token_buckets: tuple[int, ...] | None = setting(None, "Token counts that prefill steps are padded to.")
+    batch_buckets: tuple[int, ...] | None = setting(None, "Row counts that decode steps are padded to.")
+
+    compilation_cache_dir: str | None = setting(
+        "~/.cache/jaxinfer/xla", "Folder of jax's persistent compilation cache, where the process has set none; None leaves it off.")
+
+    tensor_parallel_size: int = setting(1, "Devices that share every layer.")
+    attention_implementation: str = setting("auto", "Paged attention: auto, or the name of one implementation, which then never falls back.")
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_dtype"):
+            _require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
+        _require(self.page_size is None or self.page_size in PAGE_SIZES, "page_size", self.page_size, f"one of {PAGE_SIZES}")
+        for name, least in (("max_model_len", 1), ("num_pages", 2), ("kv_cache_memory_bytes", 1), ("max_num_seqs", 1),
+                            ("max_num_batched_tokens", 1)):
+            value = getattr(self, name)
+            _require(value is None or (isinstance(value, int) and value >= least), name, value, f"an integer >= {least}")
+        _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+        for name in ("token_buckets", "batch_buckets"):
+            value = getattr(self, name)
+            _require(value is None or (len(value) > 0 and list(value) == sorted(set(value)) and value[0] >= 1), name, value,
+                     "a strictly increasing list of integers >= 1")
+        _require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size,
+                 "1: running over several devices is not implemented yet")
+        if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(f"num_pages = {self.num_pages} and kv_cache_memory_bytes = {self.kv_cache_memory_bytes} both set the "
+                              "size of the KV pool: give one of them.")
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "EngineConfig":
+        """A config from keyword settings; vLLM's spellings are accepted, unknown names refused.
+
+        Raises:
+          ConfigError: an unknown name, a setting given under two spellings, or a value out of range.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for spelled, value in settings.items():
+            name = VLLM_SPELLINGS.get(spelled, spelled)
+            if name not in known:
+                near = difflib.get_close_matches(spelled, [*known, *VLLM_SPELLINGS], n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+                raise ConfigError(f"unknown engine setting {spelled!r}.{hint}")
+            if name in values:
+                raise ConfigError(f"setting {name!r} was given twice, once under another spelling: give it once.")
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+
+def _require(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} = {value!r}: must be {limit}.")

@@ -1,0 +1,121 @@
+"""A request's host state, from arrival to its last token, and what is handed back. Plain Python: never imports jax."""
+
+import dataclasses
+import enum
+import time
+
+from jaxinfer.sampling.params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"        # an end token, a stop id or a stop string
+    LENGTH = "length"    # max_tokens or the model's length limit
+    ABORT = "abort"      # withdrawn by the caller
+    ERROR = "error"      # the model produced non-finite logits
+
+
+class RequestStatus(enum.StrEnum):
+    """Where a request stands in the scheduler."""
+
+    WAITING = "waiting"      # queued: owns no slot and no page (new, or preempted)
+    RUNNING = "running"      # owns a slot and pages
+    FINISHED = "finished"    # owns nothing any more
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Request:
+    """One sequence to complete (a prompt with n > 1 becomes n requests). Mutable; changed by the scheduler alone."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_len: int
+    """Prompt plus output tokens at most: min(prompt + max_tokens, max_model_len)."""
+    stop_token_ids: frozenset[int]
+    """Ids that end this request: the model's end tokens (unless ignore_eos) and the request's own."""
+    seed: int
+    """Seed of the random stream, resolved: in [0, 2**32)."""
+    sample_index: int = 0
+    """Which of the prompt's n completions this is."""
+    priority: int = 0
+    """Smaller runs first, under the policies that look at it."""
+    cache_salt: str = ""
+    """Prefix-cache entries are shared only between equal salts."""
+    arrival_time: float = dataclasses.field(default_factory=time.monotonic)
+    """Seconds on the monotonic clock."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    """Sampled tokens that the host has seen."""
+    slot: int | None = None
+    """Row of the device's page table, while running."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """Pages in order: page i holds positions [i*Z, (i+1)*Z)."""
+    num_computed_tokens: int = 0
+    """Tokens whose K/V is in the pages, or will be once the steps in flight are done."""
+    num_in_flight: int = 0
+    """Tokens sampled by steps that the host has not read yet."""
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache at first admission."""
+    num_preemptions: int = 0
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and the output that the host has seen."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Known tokens at positions [start, stop)."""
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        p = len(self.prompt_token_ids)
+        return [*self.prompt_token_ids[start:stop], *self.output_token_ids[max(start - p, 0):max(stop - p, 0)]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestMetrics:
+    """Times of one completion in seconds from its arrival."""
+
+    ttft_s: float | None
+    """Arrival to first token."""
+    latency_s: float | None
+    """Arrival to last token."""
+    num_preemptions: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One completion, whole or so far."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    """The stop id or stop string that ended it, where one did."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What a caller gets for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    error: str | None = None
+    """Why nothing could be generated, where a batch went on past a bad request."""
+
+    @property
+    def finished(self) -> bool:
+        return all(o.finish_reason is not None for o in self.outputs)

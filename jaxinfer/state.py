@@ -1,0 +1,133 @@
+"""Every pytree that crosses the jit boundary of a step. Shapes only: no computation, no policy.
+
+A step takes (params, DeviceState, one packed int32 buffer) and returns (StepOutput, DeviceState). The buffer is unpacked on
+the device into StepInput by a StepLayout, the one place that knows where each field lies.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+
+# Letters: T tokens of the bucket, B rows of the bucket, S slots (rows of the page table), M pages a sequence,
+# L layers, P pages in the pool, Z tokens a page, K KV heads, H head dim, U page-table updates a step.
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Paged keys and values; page 0 is the null page, which padding writes to and nothing valid reads."""
+
+    k: tuple[jax.Array, ...]  # L x [P, K, Z, H]
+    v: tuple[jax.Array, ...]  # L x [P, K, Z, H]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["cache", "page_table", "last_tokens"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class DeviceState:
+    """What stays on the device between steps. Donated to every step and returned by it."""
+
+    cache: KVCache
+    page_table: jax.Array   # [S + 1, M] int32; slot S belongs to padding rows and stays zero
+    last_tokens: jax.Array  # [S + 1] int32; the token that each slot sampled last
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_p", "min_p", "top_k", "seed", "sample_index", "position"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class SamplingState:
+    """Sampling parameters, one entry a row."""
+
+    temperature: jax.Array   # [B] float32; 0 is greedy
+    top_p: jax.Array         # [B] float32
+    min_p: jax.Array         # [B] float32
+    top_k: jax.Array         # [B] int32; 0 keeps all
+    seed: jax.Array          # [B] uint32
+    sample_index: jax.Array  # [B] int32
+    position: jax.Array      # [B] int32; position of the token to be sampled
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["token_ids", "from_device", "slots", "cu_q_lens", "kv_lens", "prompt_lens", "samples", "update_slots",
+                 "update_entries", "update_pages", "sampling"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class StepInput:
+    """One step's work. Rows are packed in order: row b owns tokens [cu_q_lens[b], cu_q_lens[b+1])."""
+
+    token_ids: jax.Array       # [T] int32; 0 in padding
+    from_device: jax.Array     # [B] int32 0/1; 1: the row's single token is last_tokens[slot]
+    slots: jax.Array           # [B] int32; S in padding rows
+    cu_q_lens: jax.Array       # [B + 1] int32; padding rows are empty
+    kv_lens: jax.Array         # [B] int32; tokens in the pages once this step has written, 0 in padding rows
+    prompt_lens: jax.Array     # [B] int32; the request's prompt, which fixes Qwen v1's NTK alpha
+    samples: jax.Array         # [B] int32 0/1; 1: the row's last token is followed by a sampled one
+    update_slots: jax.Array    # [U] int32; page-table writes before the step; S in padding
+    update_entries: jax.Array  # [U] int32
+    update_pages: jax.Array    # [U] int32
+    sampling: SamplingState
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "finite"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What the host reads back, one step behind."""
+
+    tokens: jax.Array  # [B] int32; the sampled token of rows that sample
+    finite: jax.Array  # [B] bool; False: the row's logits held NaN or infinity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLayout:
+    """Where each field of StepInput lies in a bucket's packed int32 buffer; floats and uint32 travel as their bits."""
+
+    num_tokens: int   # T
+    num_rows: int     # B
+    num_updates: int  # U
+    null_slot: int    # S
+    decode_only: bool
+    """Every row has at most one token and T == B."""
+
+    @functools.cached_property
+    def fields(self) -> dict[str, tuple[int, int, np.dtype]]:
+        """name -> (offset, length, dtype), in int32 words."""
+        rows = {name: (self.num_rows, np.int32) for name in ("from_device", "slots", "kv_lens", "prompt_lens", "samples")}
+        sampling = {f"sampling.{name}": (self.num_rows, dtype) for name, dtype in (
+            ("temperature", np.float32), ("top_p", np.float32), ("min_p", np.float32), ("top_k", np.int32), ("seed", np.uint32),
+            ("sample_index", np.int32), ("position", np.int32))}
+        updates = {name: (self.num_updates, np.int32) for name in ("update_slots", "update_entries", "update_pages")}
+        lengths = {"token_ids": (self.num_tokens, np.int32), "cu_q_lens": (self.num_rows + 1, np.int32), **rows, **updates, **sampling}
+        out, offset = {}, 0
+        for name, (length, dtype) in lengths.items():
+            out[name] = (offset, length, np.dtype(dtype))
+            offset += length
+        return out
+
+    @functools.cached_property
+    def num_words(self) -> int:
+        """Length of the buffer."""
+        offset, length, _ = list(self.fields.values())[-1]
+        return offset + length
+
+    def view(self, buffer: np.ndarray, name: str) -> np.ndarray:
+        """The named field of a host buffer, writable, in its own dtype."""
+        offset, length, dtype = self.fields[name]
+        return buffer[offset:offset + length].view(dtype)
+
+    def unpack(self, buffer: jax.Array) -> StepInput:
+        """The fields of a packed buffer [num_words] int32, on the device."""
+        def get(name: str) -> jax.Array:
+            offset, length, dtype = self.fields[name]
+            part = jax.lax.slice(buffer, (offset,), (offset + length,))
+            return part if dtype == np.int32 else jax.lax.bitcast_convert_type(part, dtype)
+
+        sampling = SamplingState(**{f.name: get(f"sampling.{f.name}") for f in dataclasses.fields(SamplingState)})
+        return StepInput(**{f.name: get(f.name) for f in dataclasses.fields(StepInput) if f.name != "sampling"}, sampling=sampling)
+
+
+def kv_page_bytes(*, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype_bytes: int) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    return 2 * num_layers * math.prod((num_kv_heads, page_size, head_dim)) * dtype_bytes
