@@ -1,0 +1,22 @@
+"""GPU kernels for language-model inference, with jax.numpy forms for CPU. Imports jax and numpy only, and touches no device at import."""
+
+from pallas_kernels.dispatch import Choice, ContractError, KernelError, Target, Unsupported, current_target
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention, ragged_paged_attention_choice
+from pallas_kernels.ragged_paged_attention.config import AttentionSpec
+from pallas_kernels.write_kv_pages.api import write_kv_pages, write_kv_pages_choice
+from pallas_kernels.write_kv_pages.config import WriteSpec
+
+__all__ = [
+    "AttentionSpec",
+    "Choice",
+    "ContractError",
+    "KernelError",
+    "Target",
+    "Unsupported",
+    "WriteSpec",
+    "current_target",
+    "ragged_paged_attention",
+    "ragged_paged_attention_choice",
+    "write_kv_pages",
+    "write_kv_pages_choice",
+]

@@ -1,0 +1,127 @@
+"""Which implementation of an op runs, decided before anything is compiled. Computes nothing and never falls back on an exception."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import backend as jex_backend
+
+logger = logging.getLogger(__name__)
+
+
+class KernelError(Exception):
+    """Base of every error that a caller of this package can cause."""
+
+
+class ContractError(KernelError, ValueError):
+    """Arguments whose shapes, dtypes or values break an op's contract."""
+
+
+class Unsupported(KernelError):
+    """An implementation cannot do a case. `supports` returns it; a forced choice raises it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The device that a call will run on."""
+
+    platform: str
+    """'cpu' or 'gpu'."""
+    compute_capability: tuple[int, int] | None
+    """(8, 0) for an A100, (9, 0) for H100 and H200; None where the device has none."""
+    device_kind: str
+    """The device's name, for messages."""
+    interpret: bool = False
+    """GPU kernels run in Pallas's interpreter on the CPU, as their numeric tests do; False wherever speed matters."""
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Bytes of shared memory that one block may take: 163 KiB on sm_80, 99 KiB on sm_86/89, 227 KiB from sm_90 on, 0 without."""
+        if self.compute_capability is None:
+            return 0
+        return {(8, 0): 163, (8, 7): 163, (8, 6): 99, (8, 9): 99}.get(self.compute_capability, 227) * 1024
+
+
+def current_target() -> Target:
+    """The target of a call made now: jax's default device, so `jax.default_device(...)` selects another one, absent GPUs included."""
+    device = jex_backend.get_default_device()
+    capability = getattr(device, "compute_capability", None)
+    platform = "gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform
+    # ROCm reports names such as gfx90a: no compute capability in the sense of this package.
+    parsed = tuple(map(int, capability.split("."))) if isinstance(capability, str) and capability[:1].isdigit() else None
+    return Target(platform=platform, compute_capability=(parsed[0], parsed[1]) if parsed else None, device_kind=device.device_kind)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation[Spec]:
+    """One row of an op's IMPLS table, which is ordered: the first that supports a case runs."""
+
+    name: str
+    """Name for `implementation=...` and for reports."""
+    reason: str
+    """Why this row is chosen when it is."""
+    supports: Callable[[Spec, Target], Unsupported | None]
+    """None, or why this implementation cannot (or should not) do the case on the target."""
+    run: Callable[..., Any]
+    """The op itself: the op's array arguments, then `spec` and `target` by keyword."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation an op takes, and why; `rejected` lists those that stand before it in the table, with their reasons."""
+
+    op: str
+    implementation: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        rejected = "".join(f"; not {name}: {reason}" for name, reason in self.rejected)
+        return f"{self.op}: {self.implementation} ({self.reason}){rejected}"
+
+
+def choose[Spec](op: str, impls: Sequence[Implementation[Spec]], spec: Spec, target: Target,
+                 forced: str | None) -> tuple[Choice, Implementation[Spec]]:
+    """The first row of `impls` that supports `spec` on `target`, or the forced one.
+
+    Args:
+      op: name of the op, for the record.
+      impls: the op's table, in order of preference.
+      spec: the static facts of the call.
+      target: where it will run.
+      forced: name of the only row to consider; None for the automatic choice. A forced row never falls back.
+    Returns:
+      The recorded choice and the row.
+    Raises:
+      ContractError: no row has the forced name.
+      Unsupported: the forced row cannot do the case, or none can.
+    """
+    names = [impl.name for impl in impls]
+    if forced is not None and forced not in names:
+        raise ContractError(f"{op}: implementation = {forced!r} is unknown: give one of {', '.join(names)}, or None to let the op choose.")
+    rejected: list[tuple[str, str]] = []
+    for impl in impls:
+        if forced is not None and impl.name != forced:
+            continue
+        refusal = impl.supports(spec, target)
+        if refusal is None:
+            choice = Choice(op, impl.name, "asked for by name" if forced else impl.reason, tuple(rejected))
+            logger.debug("%s for %s on %s", choice, spec, target)
+            return choice, impl
+        if forced is not None:
+            raise Unsupported(f"{op}: implementation = {forced!r} cannot do this case: {refusal.reason}. "
+                              f"Give implementation=None to let the op choose among {', '.join(names)}.")
+        rejected.append((impl.name, refusal.reason))
+    raise Unsupported(f"{op}: no implementation supports {spec} on {target.device_kind}: "
+                      + "; ".join(f"{name}: {reason}" for name, reason in rejected) + ".")
+
+
+def implementation_scope(op: str, implementation: str) -> Any:
+    """The named scope of one call, so that profiles and HLO dumps show which implementation ran."""
+    return jax.named_scope(f"{op}.{implementation}")

@@ -1,0 +1,149 @@
+"""Static facts of an attention call and the tile sizes derived from them. Frozen values and heuristics: computes on no array."""
+
+import dataclasses
+
+from pallas_kernels.dispatch import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What is known of a call when it is traced."""
+
+    num_tokens: int
+    """T, query tokens, padding included."""
+    num_rows: int
+    """B, sequences."""
+    num_heads: int
+    """N, query heads."""
+    num_kv_heads: int
+    """K, KV heads."""
+    head_dim: int
+    """H."""
+    page_size: int
+    """Z, tokens a page."""
+    pages_per_seq: int
+    """M, page-table entries a sequence."""
+    q_dtype: str
+    """Dtype of the queries and of the output."""
+    kv_dtype: str
+    """Dtype of the pages."""
+    max_q_len: int | None
+    """Bound on the query tokens of any row; 1 is decode; None is T."""
+    sliding_window: int | None
+    """Keys that a query sees, itself included; None is all before it."""
+    softcap: float | None
+    """Cap c of scores, c * tanh(score / c); None is none."""
+
+    @property
+    def num_groups(self) -> int:
+        """G, query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_decode(self) -> bool:
+        """No row has more than one query token."""
+        return self.max_q_len == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class XlaConfig:
+    """Tiles of kernel_xla."""
+
+    block_q: int
+    """Query tokens in one tile; 1 in decode."""
+    block_pages: int
+    """Pages gathered in one step of the loop over keys."""
+    tile_batch: int
+    """Tiles that go through that loop together, and so for as long as the longest of them."""
+    widen: bool
+    """Matmul operands are widened to float32 first; otherwise they stay in the pages' 16-bit dtype and only accumulate in float32."""
+
+
+# CPU, measured on 2 cores at SmolLM2's shape: longer blocks lose on rows of 100 keys (180 us a layer for 8 decode rows at 128,
+# 290 us at 256), shorter ones to the loop's cost of some 20 us a step. Decode rows in groups keep both cores busy.
+CPU_BLOCK_KV = 128
+CPU_DECODE_TILE_BATCH = 8
+CPU_BLOCK_Q = 64
+GPU_BLOCK_KV = 512
+GPU_BLOCK_Q = 64
+MIN_BLOCK_Q = 16
+GPU_SCORE_BYTES = 256 * 2**20  # float32 scores of one step of a tile group, the kernel's largest temporary
+
+
+def xla_config(spec: AttentionSpec, target: Target) -> XlaConfig:
+    """Tile sizes of kernel_xla for a call."""
+    cpu = target.platform == "cpu"
+    block_pages = max(1, min((CPU_BLOCK_KV if cpu else GPU_BLOCK_KV) // spec.page_size, spec.pages_per_seq))
+    block_q = 1 if spec.is_decode else _block_q(spec, CPU_BLOCK_Q if cpu else GPU_BLOCK_Q)
+    # CPU prefill: every tile runs its own loop, so that a short row does not pay for a long one and an empty tile costs nothing.
+    # GPU: as many tiles as the scores' memory allows run side by side.
+    score_bytes = 4 * block_q * spec.num_heads * block_pages * spec.page_size
+    cpu_batch = CPU_DECODE_TILE_BATCH if spec.is_decode else 1
+    tile_batch = cpu_batch if cpu else max(1, GPU_SCORE_BYTES // score_bytes)
+    sixteen_bit = spec.q_dtype == spec.kv_dtype and spec.q_dtype != "float32"
+    return XlaConfig(block_q=block_q, block_pages=block_pages, tile_batch=tile_batch, widen=cpu or not sixteen_bit)
+
+
+def _block_q(spec: AttentionSpec, most: int) -> int:
+    """About the mean row length, as a power of two: a tile that is longer than its row computes queries that nobody reads."""
+    longest = min(spec.num_tokens, spec.max_q_len or spec.num_tokens)
+    mean = max(1, spec.num_tokens // spec.num_rows)
+    return min(most, max(MIN_BLOCK_Q, 1 << (mean.bit_length() - 1)), 1 << (longest - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicConfig:
+    """Tiles of kernel_mosaic."""
+
+    splits: int
+    """Blocks that share one row and KV head."""
+    min_pages: int
+    """Pages that a block takes at least, so that short rows leave splits empty instead of writing many partial results."""
+    stages: int
+    """Pages in flight in a block."""
+
+
+MOSAIC_GROUP_ROWS = 16      # the smallest tensor-core tile; a group of fewer query heads is padded to it
+MOSAIC_HEAD_DIMS = (64, 128)
+MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
+MOSAIC_STAGE_BYTES = 64 * 1024  # pages in flight, where two stages allow it: two blocks then share an sm_80 core, three an sm_90 one
+MOSAIC_MAX_STAGES = 4           # the sm_80 pipeline is unrolled once a stage
+MOSAIC_MAX_SPLITS = 64
+MOSAIC_BLOCKS = 512             # about four a core of an A100 (108) or an H200 (132)
+
+
+def mosaic_refusal(spec: AttentionSpec, target: Target) -> str | None:
+    """Why kernel_mosaic cannot do a call on a target, or None if it can."""
+    reasons = (
+        (target.platform != "gpu", f"needs an NVIDIA GPU, not {target.platform}"),
+        (target.compute_capability not in MOSAIC_CAPABILITIES, f"is built for sm_80 and sm_90, not {target.compute_capability}"),
+        (not spec.is_decode, f"is for decode (max_q_len 1), not max_q_len {spec.max_q_len}"),
+        (spec.kv_dtype not in ("bfloat16", "float16"), f"needs 16-bit pages, not {spec.kv_dtype}"),
+        (spec.q_dtype != spec.kv_dtype, f"needs queries in the pages' dtype, not {spec.q_dtype} over {spec.kv_dtype}"),
+        (spec.head_dim not in MOSAIC_HEAD_DIMS, f"has no tiles for head dim {spec.head_dim}, only {MOSAIC_HEAD_DIMS}"),
+        (spec.num_groups > MOSAIC_GROUP_ROWS, f"packs at most {MOSAIC_GROUP_ROWS} query heads a KV head, not {spec.num_groups}"),
+        (spec.page_size % 32 != 0, f"needs pages of a multiple of 32 tokens, not {spec.page_size}"),
+    )
+    for refused, reason in reasons:
+        if refused:
+            return reason
+    need = mosaic_shared_bytes(spec, mosaic_config(spec))
+    return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
+
+
+def mosaic_config(spec: AttentionSpec) -> MosaicConfig:
+    """Tile sizes of kernel_mosaic for a decode call."""
+    blocks = spec.num_tokens * spec.num_kv_heads
+    splits = max(1, min(MOSAIC_MAX_SPLITS, spec.pages_per_seq, -(-MOSAIC_BLOCKS // blocks)))
+    stages = max(2, min(MOSAIC_MAX_STAGES, MOSAIC_STAGE_BYTES // _page_bytes(spec)))
+    return MosaicConfig(splits=splits, min_pages=max(1, 128 // spec.page_size), stages=stages)
+
+
+def mosaic_shared_bytes(spec: AttentionSpec, config: MosaicConfig) -> int:
+    """Shared memory of one block: pages in flight, the probabilities' tile, and 4 KiB for reductions and barriers."""
+    return config.stages * _page_bytes(spec) + MOSAIC_GROUP_ROWS * spec.page_size * 2 + 4096
+
+
+def _page_bytes(spec: AttentionSpec) -> int:
+    """Bytes of one KV head's keys and values in a page, at 16 bits."""
+    return 2 * spec.page_size * spec.head_dim * 2
