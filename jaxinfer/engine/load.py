@@ -1,0 +1,193 @@
+"""The strict loader: a converted checkpoint, live parameters or random weights -> LoadedModel. Never converts and never guesses.
+
+The only jitted function here makes random weights; whoever runs the model compiles it.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.checkpoint import read_manifest, restore_params
+from jaxinfer.config import DTYPES
+from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from jaxinfer.layers.attention import DenseContext
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.registry import ParamSpec, abstract_model, bind, read_model_config
+from jaxinfer.sharding import make_mesh, param_sharding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model's structure and its parameters on the device."""
+
+    config: ModelConfig
+    graphdef: nnx.GraphDef[Decoder]
+    """Structure without arrays; hashable, so it can be a static argument of jit."""
+    params: dict[str, jax.Array]
+    """Parameters keyed by dotted path."""
+    manifest: dict[str, Any]
+    """The checkpoint's manifest; empty for live or random parameters."""
+    path: Path | None
+    """The checkpoint's folder, where there is one."""
+
+    def logits(self, tokens: jax.Array, lengths: jax.Array | None = None, prompt_lens: jax.Array | None = None) -> jax.Array:
+        """Next-token logits at every position (teacher forcing): `teacher_forced_logits` with this model's parameters.
+
+        Pure, so it can be jitted; but `jax.jit(model.logits)` compiles the weights in as constants. For a large model jit
+        `teacher_forced_logits` itself, with `graphdef` static and `params` an argument.
+        """
+        return teacher_forced_logits(self.graphdef, self.params, tokens, lengths, prompt_lens)
+
+
+def teacher_forced_logits(graphdef: nnx.GraphDef[Decoder], params: Mapping[str, jax.Array], tokens: jax.Array,
+                          lengths: jax.Array | None = None, prompt_lens: jax.Array | None = None) -> jax.Array:
+    """Logits of a dense batch of whole sequences, without pages or kernels. Pure; `graphdef` is static under jit.
+
+    Args:
+      graphdef: the structure of a LoadedModel.
+      params: its parameters.
+      tokens: [B, T] int32, every row from position 0, padded on the right with any id in [0, V).
+      lengths: [B] int32, tokens of each row; None is T for all. Logits at and past a row's length mean nothing.
+      prompt_lens: [B] int32, for families whose rotary embedding depends on the prompt; None is `lengths`.
+
+    Returns:
+      float32 [B, T, V].
+    """
+    b, t = tokens.shape
+    lengths = jnp.full((b,), t, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    prompt_lens = lengths if prompt_lens is None else jnp.asarray(prompt_lens, jnp.int32)
+    model = bind(graphdef, params)
+    positions = jnp.tile(jnp.arange(t, dtype=jnp.int32), b)
+    context = DenseContext(lengths=lengths, prompt_lens=prompt_lens)
+    hidden, _ = model(jnp.asarray(tokens, jnp.int32).reshape(-1), positions, context)
+    return model.logits(hidden).reshape(b, t, -1)
+
+
+def load(path: str | Path, *, dtype: str = "auto") -> LoadedModel:
+    """Loads a converted checkpoint onto the default device.
+
+    Args:
+      path: folder written by `python -m convert`.
+      dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
+
+    Raises:
+      ConfigError: an unknown dtype.
+      CheckpointError: the folder is absent or incomplete, or its tensors are not exactly those of its config.
+      UnsupportedModelError: its config or its weight format is not implemented.
+    """
+    path = Path(path)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}.")
+    manifest = read_manifest(path)
+    if manifest["quantization"] is not None:
+        raise UnsupportedModelError(f"{path} holds weights quantised as {manifest['quantization']!r}, which cannot be run yet: convert "
+                                    "the unquantised model.")
+    config = _read_config(path)
+    if config.architecture != manifest["architecture"]:
+        raise CheckpointError(f"{path}: manifest.json says {manifest['architecture']}, config.json says {config.architecture}: convert "
+                              "the model again.")
+    graphdef, specs = abstract_model(config, manifest["dtype"] if dtype == "auto" else dtype)
+    params = restore_params(path, _placed(specs))
+    return LoadedModel(config=config, graphdef=graphdef, params=params, manifest=manifest, path=path)
+
+
+def from_params(config: ModelConfig, params: Mapping[str, jax.Array], *, manifest: Mapping[str, Any] | None = None,
+                path: Path | None = None) -> LoadedModel:
+    """A model around live parameters, which are neither copied nor moved.
+
+    Args:
+      config: the model.
+      params: exactly the parameters of `abstract_params(config, dtype)`, all of one dtype.
+      manifest: facts about their origin.
+      path: where they came from.
+
+    Raises:
+      CheckpointError: a parameter is missing, unknown, or of the wrong shape, or dtypes are mixed.
+    """
+    dtypes = sorted({str(value.dtype) for value in params.values()})
+    if len(dtypes) != 1:
+        raise CheckpointError(f"the parameters have the dtypes {dtypes}: give all of them one dtype.")
+    graphdef, specs = abstract_model(config, dtypes[0])
+    _check_shapes({name: tuple(value.shape) for name, value in params.items()}, specs)
+    return LoadedModel(config=config, graphdef=graphdef, params=dict(params), manifest=dict(manifest or {}), path=path)
+
+
+def random_model(config: ModelConfig, *, dtype: str, seed: int) -> LoadedModel:
+    """A model with random weights made on the default device, for benchmarks and tests.
+
+    Matrices are uniform with variance 1 / fan-in, embeddings and biases of size 0.02, norms one: activations stay near one
+    through any number of layers. The same config, dtype and seed give the same weights.
+
+    Args:
+      config: the model.
+      dtype: "bfloat16", "float16" or "float32".
+      seed: of all weights.
+    """
+    graphdef, specs = abstract_model(config, dtype)
+    key = jax.random.key(seed)
+    params = {}
+    for name, placed in _placed(specs).items():
+        salt = np.uint32(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]))
+        params[name] = _uniform(key, salt, _half_width(name, placed.shape), float(name.endswith("norm.weight")), like=placed)
+    return LoadedModel(config=config, graphdef=graphdef, params=params, manifest={}, path=None)
+
+
+@functools.partial(jax.jit, static_argnames=("like",))
+def _uniform(key: jax.Array, salt: np.uint32, half_width: float, mean: float, *, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Uniform in mean +- half_width, of the key's stream that the salt names. Compiled once a distinct shape."""
+    values = jax.random.uniform(jax.random.fold_in(key, salt), like.shape, like.dtype, minval=-1.0, maxval=1.0)
+    values = values * jnp.asarray(half_width, like.dtype) + jnp.asarray(mean, like.dtype)
+    return jax.lax.with_sharding_constraint(values, like.sharding)
+
+
+def _half_width(name: str, shape: tuple[int, ...]) -> float:
+    if name.endswith("norm.weight"):
+        return 0.0
+    if name.endswith(".bias") or name in ("embedding.weight", "lm_head.weight"):
+        return 0.02 * math.sqrt(3.0)
+    return math.sqrt(3.0 / shape[0])
+
+
+def _placed(specs: Mapping[str, ParamSpec]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes with the place where each parameter is to live."""
+    devices = jax.devices()[:1]
+    mesh = make_mesh(devices)
+    return {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype,
+                                       sharding=param_sharding(name, spec.shape, spec.axes, mesh=mesh, device=devices[0]))
+            for name, spec in specs.items()}
+
+
+def _read_config(path: Path) -> ModelConfig:
+    file = path / "config.json"
+    try:
+        hf_config = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}): convert the model again.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON ({error}): convert the model again.") from error
+    if not isinstance(hf_config, dict):
+        raise CheckpointError(f"{file} holds no JSON object: convert the model again.")
+    return read_model_config(hf_config)
+
+
+def _check_shapes(found: Mapping[str, tuple[int, ...]], specs: Mapping[str, ParamSpec]) -> None:
+    """Exactly the model's parameters, each of its shape."""
+    problems = [f"{name} is missing" for name in sorted(specs.keys() - found.keys())]
+    problems += [f"{name} is not part of the model" for name in sorted(found.keys() - specs.keys())]
+    problems += [f"{name} has the shape {list(found[name])} instead of {list(specs[name].shape)}"
+                 for name in sorted(specs.keys() & found.keys()) if found[name] != specs[name].shape]
+    if problems:
+        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"the parameters do not fit the config: {'; '.join(problems[:5])}{more}. Give exactly those that "
+                              "models/registry.py:abstract_params lists for it.")

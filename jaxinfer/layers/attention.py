@@ -1,0 +1,127 @@
+"""The attention block and the two contexts it runs in: pages (serving) and a dense batch (teacher forcing).
+
+A context is a pytree that owns keys, values and lengths; the block only projects, rotates and asks it to attend.
+"""
+
+import dataclasses
+import functools
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.layers.linear import Linear
+from jaxinfer.layers.rotary import rotate
+from jaxinfer.state import KVCache
+from pallas_kernels import ragged_paged_attention, write_kv_pages
+
+
+class AttentionContext(Protocol):
+    """What the model needs to know about the batch it runs in."""
+
+    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float,
+               sliding_window: int | None) -> tuple[jax.Array, Self]:
+        """Causal attention of q [T, N, H] over each row's past and its new k, v [T, K, H] -> ([T, N, H], context)."""
+        ...
+
+    def token_prompt_lens(self, num_tokens: int) -> jax.Array:
+        """The prompt length of each token's request: [T] int32. Padding tokens get some row's."""
+        ...
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["cache", "page_table", "cu_q_lens", "kv_lens", "prompt_lens"],
+    meta_fields=["max_q_len", "implementation"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedContext:
+    """A packed ragged batch whose keys and values live in pages."""
+
+    cache: KVCache
+    page_table: jax.Array   # [B, M] int32, the rows of this batch
+    cu_q_lens: jax.Array    # [B + 1] int32; row b owns tokens [cu_q_lens[b], cu_q_lens[b + 1])
+    kv_lens: jax.Array      # [B] int32, the new tokens included
+    prompt_lens: jax.Array  # [B] int32
+    max_q_len: int | None
+    """Static bound on any row's tokens; 1 is decode, None is no bound."""
+    implementation: str | None
+    """Name of one attention implementation, or None to let pallas_kernels choose."""
+
+    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float,
+               sliding_window: int | None) -> tuple[jax.Array, "PagedContext"]:
+        """Writes k and v into their pages, then attends over the pages. Padding tokens give zeros."""
+        with jax.named_scope("write_kv_pages"):
+            k_pages, v_pages = write_kv_pages(
+                k, v, self.cache.k[layer], self.cache.v[layer], self.page_table, self.cu_q_lens, self.kv_lens)
+        with jax.named_scope("ragged_paged_attention"):
+            out = ragged_paged_attention(
+                q, k_pages, v_pages, self.page_table, self.cu_q_lens, self.kv_lens, scale=scale, max_q_len=self.max_q_len,
+                sliding_window=sliding_window, implementation=self.implementation)
+        cache = KVCache(k=_replaced(self.cache.k, layer, k_pages), v=_replaced(self.cache.v, layer, v_pages))
+        return out, dataclasses.replace(self, cache=cache)
+
+    def token_prompt_lens(self, num_tokens: int) -> jax.Array:
+        rows = jnp.searchsorted(self.cu_q_lens[1:], jnp.arange(num_tokens, dtype=jnp.int32), side="right")
+        return jnp.take(self.prompt_lens, rows, mode="clip")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "prompt_lens"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseContext:
+    """A batch [B, T] flattened to [B * T], each row a whole sequence from position 0. Holds no cache and returns itself.
+
+    Plain float32 jnp, independent of the paged path; the scores take B * N * T * T * 4 bytes a layer.
+    """
+
+    lengths: jax.Array      # [B] int32; tokens at and past a row's length are padding
+    prompt_lens: jax.Array  # [B] int32
+
+    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float,
+               sliding_window: int | None) -> tuple[jax.Array, "DenseContext"]:
+        """softmax(scale * q k^T, over keys at or before the query and inside the window) v. Padding tokens give zeros."""
+        del layer
+        b, (n, h), num_kv_heads = self.lengths.shape[0], q.shape[1:], k.shape[1]
+        t = q.shape[0] // b
+        q, k, v = (x.astype(jnp.float32).reshape(b, t, num_kv_heads, -1, h) for x in (q, k, v))
+        at = jnp.arange(t)
+        allowed = at[None, :] <= at[:, None]  # [T, S]
+        if sliding_window is not None:
+            allowed &= at[None, :] > at[:, None] - sliding_window
+        with jax.named_scope("dense_attention"):
+            scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k[:, :, :, 0], precision="highest")
+            weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
+            out = jnp.einsum("bkgts,bskh->btkgh", weights, v[:, :, :, 0], precision="highest")
+            out = jnp.where((at < self.lengths[:, None])[:, :, None, None, None], out, 0.0)
+        return out.reshape(b * t, n, h), self
+
+    def token_prompt_lens(self, num_tokens: int) -> jax.Array:
+        return jnp.repeat(self.prompt_lens, num_tokens // self.lengths.shape[0], total_repeat_length=num_tokens)
+
+
+def _replaced(arrays: tuple[jax.Array, ...], index: int, new: jax.Array) -> tuple[jax.Array, ...]:
+    return (*arrays[:index], new, *arrays[index + 1:])
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention; q, k and v are one weight [D, K, G + 2, H]: each KV head's G query heads, its key, its value."""
+
+    def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, sliding_window: int | None, qkv_bias: bool,
+                 output_bias: bool, dtype: jnp.dtype):
+        group = num_heads // num_kv_heads
+        self.qkv = Linear(dim, (num_kv_heads, group + 2, head_dim), axes=(None, "kv_heads", None, None), bias=qkv_bias, dtype=dtype)
+        self.output = Linear(num_heads * head_dim, (dim,), axes=("heads", None), bias=output_bias, dtype=dtype)
+        self.sliding_window = sliding_window
+
+    @jax.named_scope("attention")
+    def __call__[C: AttentionContext](self, layer: int, x: jax.Array, angles: tuple[jax.Array, jax.Array],
+                                      context: C) -> tuple[jax.Array, C]:
+        """x [T, D], angles (cos, sin) each [T, H // 2] -> ([T, D], context)."""
+        with jax.named_scope("qkv"):
+            qkv = self.qkv(x)  # [T, K, G + 2, H]
+        tokens, _, _, head_dim = qkv.shape
+        q = rotate(qkv[:, :, :-2].reshape(tokens, -1, head_dim), *angles)  # [T, N, H]
+        k = rotate(qkv[:, :, -2], *angles)  # [T, K, H]
+        v = qkv[:, :, -1]
+        out, context = context.attend(layer, q, k, v, scale=head_dim**-0.5, sliding_window=self.sliding_window)
+        with jax.named_scope("output"):
+            return self.output(out.astype(x.dtype).reshape(tokens, -1)), context

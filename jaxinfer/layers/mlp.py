@@ -1,0 +1,29 @@
+"""The gated feed-forward block (SwiGLU)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.layers.linear import Linear
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)), gate and up held as one weight [D, 2, F].
+
+    Source: arXiv 2002.05202 eq. 6; `LlamaMLP` in transformers.
+    """
+
+    def __init__(self, dim: int, mlp_dim: int, *, dtype: jnp.dtype):
+        self.gate_up = Linear(dim, (2, mlp_dim), axes=(None, None, "mlp"), bias=False, dtype=dtype)
+        self.down = Linear(mlp_dim, (dim,), axes=("mlp", None), bias=False, dtype=dtype)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D]."""
+        with jax.named_scope("gate_up"):
+            gate_up = self.gate_up(x)  # [T, 2, F]
+        with jax.named_scope("silu"):
+            gate, up = gate_up[:, 0].astype(jnp.float32), gate_up[:, 1]
+            hidden = jax.nn.silu(gate).astype(up.dtype) * up
+        with jax.named_scope("down"):
+            return self.down(hidden)

@@ -1,0 +1,64 @@
+"""The pre-norm decoder that the families share. Only wiring: parameters live in the layers, arithmetic in their functions."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.layers.attention import Attention, AttentionContext
+from jaxinfer.layers.embedding import Embedding
+from jaxinfer.layers.mlp import SwiGLU
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rotary import rotary_angles
+from jaxinfer.models.config import ModelConfig
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, index: int, *, dtype: jnp.dtype):
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
+        self.attention = Attention(
+            config.dim, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            sliding_window=config.sliding_windows[index], qkv_bias=config.qkv_bias, output_bias=config.output_bias, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
+        self.mlp = SwiGLU(config.dim, config.mlp_dim, dtype=dtype)
+        self.index = index
+
+    def __call__[C: AttentionContext](self, x: jax.Array, angles: tuple[jax.Array, jax.Array], context: C) -> tuple[jax.Array, C]:
+        """x [T, D], angles (cos, sin) each [T, H // 2] -> ([T, D], context)."""
+        attended, context = self.attention(self.index, self.attention_norm(x), angles, context)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), context
+
+
+class Decoder(nnx.Module):
+    """Embedding, L layers, final norm, and the vocabulary head (the embedding itself where tied)."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.dim, dtype=dtype)
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in range(config.num_layers)])
+        self.final_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
+        self.lm_head = None if config.tie_embeddings else Embedding(config.vocab_size, config.dim, dtype=dtype)
+
+    def __call__[C: AttentionContext](self, token_ids: jax.Array, positions: jax.Array, context: C) -> tuple[jax.Array, C]:
+        """Runs the layers over a flat batch of tokens.
+
+        Args:
+          token_ids: [T] int32 in [0, V).
+          positions: [T] int32, each token's place in its own sequence.
+          context: what the batch attends to (layers/attention.py).
+
+        Returns:
+          (hidden [T, D] after the final norm, the context with the new keys and values).
+        """
+        x = self.embedding(token_ids)
+        angles = rotary_angles(self.config.rope, positions, self.config.head_dim)
+        for layer in self.layers:
+            with jax.named_scope(f"layer_{layer.index}"):
+                x, context = layer(x, angles, context)
+        return self.final_norm(x), context
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[R, D] -> float32 [R, V], padded vocabulary rows included."""
+        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
