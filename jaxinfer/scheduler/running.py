@@ -1,0 +1,105 @@
+"""The running requests and what they hold: a slot each, and pages. Keeps the books; decides nothing. Never imports jax.
+
+A slot is a row of the device's page table. When it passes to another request, that request's entries are written over the old
+ones only as far as it reads; kv_lens bounds every read, so what lies beyond is never looked at.
+"""
+
+from collections import Counter
+
+from jaxinfer.request import Request, RequestStatus
+from jaxinfer.scheduler.pages import PageAllocator, PageEntry, PageShortage
+from jaxinfer.scheduler.plan import PageUpdate
+from jaxinfer.scheduler.prefix_cache import PrefixCache, PrefixHit
+
+
+class RunningSet:
+    """Running requests in order of admission.
+
+    Args:
+      max_num_seqs: slots; numbered from 0.
+      pages: the pool that the requests' pages come from.
+      prefix_cache: told when a request gives up its pages.
+    """
+
+    def __init__(self, *, max_num_seqs: int, pages: PageAllocator, prefix_cache: PrefixCache) -> None:
+        self.requests: dict[str, Request] = {}
+        """By request id, the first admitted first. Changed by start() and release() only."""
+        self._max_num_seqs = max_num_seqs
+        self._pages = pages
+        self._prefix_cache = prefix_cache
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def start(self, request: Request, hit: PrefixHit) -> list[PageUpdate]:
+        """Gives a waiting request a slot, and the pages that the prefix cache has for it."""
+        assert request.status is RequestStatus.WAITING and request.slot is None and not request.pages, request.request_id
+        self._pages.share(hit.pages)
+        slot = self._free_slots.pop()
+        request.status, request.slot = RequestStatus.RUNNING, slot
+        request.pages, request.num_computed_tokens = list(hit.pages), hit.num_tokens
+        self.requests[request.request_id] = request
+        return [(slot, entry, page) for entry, page in enumerate(hit.pages)]
+
+    def extend(self, request: Request, num_pages: int) -> list[PageUpdate] | PageShortage:
+        """Adds num_pages pages to a running request, or says what is free and changes nothing."""
+        granted = self._pages.allocate(num_pages)
+        if isinstance(granted, PageShortage):
+            return granted
+        assert request.slot is not None, request.request_id
+        first = len(request.pages)
+        request.pages += granted
+        return [(request.slot, first + i, page) for i, page in enumerate(granted)]
+
+    def release(self, request: Request, status: RequestStatus) -> None:
+        """Takes slot and pages from a running request, which then stands at `status`."""
+        assert request.slot is not None, request.request_id
+        del self.requests[request.request_id]
+        self._prefix_cache.release(request)
+        self._pages.release(request.pages)
+        self._free_slots.append(request.slot)
+        request.status, request.slot, request.pages = status, None, []
+
+    def latest_except(self, scheduled: set[str], *, after: Request) -> Request | None:
+        """The request admitted last among those admitted later than `after` whose id is not in `scheduled`."""
+        for request in reversed(self.requests.values()):
+            if request is after:
+                return None
+            if request.request_id not in scheduled:
+                return request
+        return None
+
+    def page_entries(self, request: Request) -> list[PageEntry]:
+        """A request's page table."""
+        size = self._pages.page_size
+        return [self._pages.entry(page, min(size, request.num_computed_tokens - i * size)) for i, page in enumerate(request.pages)]
+
+    def check_invariants(self) -> None:
+        """Asserts that slots, pages and counts agree: no page owned twice or leaked, none too few or too many."""
+        slots = sorted([*self._free_slots, *(r.slot for r in self.requests.values() if r.slot is not None)])
+        assert slots == list(range(self._max_num_seqs)), f"slots in use and free ones are {slots}"
+        owners = Counter(page for request in self.requests.values() for page in request.pages)
+        for page in range(self._pages.num_pages):
+            assert self._pages.owners(page) == owners[page], f"page {page} counts {self._pages.owners(page)} owners, has {owners[page]}"
+        for request in self.requests.values():
+            assert request.status is RequestStatus.RUNNING and len(set(request.pages)) == len(request.pages), request
+            assert len(request.pages) == self._pages.num_pages_for(request.num_computed_tokens), request
+            assert request.num_computed_tokens < request.num_tokens + request.num_in_flight <= request.max_total_len, request
+        self._pages.check_invariants()
+
+    def dump(self) -> str:
+        """Requests with their page tables (page:filled:status), then the pool, for a person."""
+        lines: list[str] = []
+        filled: dict[int, int] = {}
+        for request in self.requests.values():
+            entries = self.page_entries(request)
+            filled |= {entry.page: entry.filled for entry in entries}
+            lines.append(f"running {request.request_id!r}: slot {request.slot}, {request.num_tokens} tokens known + "
+                         f"{request.num_in_flight} in flight, {request.num_computed_tokens} computed, at most {request.max_total_len}")
+            lines.append("  pages " + " ".join(f"{e.page}:{e.filled}:{e.status}" for e in entries))
+        return "\n".join([*lines, self._pages.dump(filled)])
