@@ -1,0 +1,169 @@
+"""Converts one checkpoint: open, plan, stream, commit. Holds no format: readers, tables and the writer do the work."""
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+
+import jaxinfer
+from convert.families import FAMILIES, TIED
+from convert.gguf_reader import GGUFSource
+from convert.hashing import FileHasher
+from convert.hf_reader import HFSource
+from convert.mapping import Plan, check_tied_copies, fill, make_plan
+from convert.progress import MemoryMeter, Progress
+from convert.source import DTYPES, Source
+from convert.writer import CheckpointWriter, check_output
+from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.registry import abstract_params, read_model_config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is converted, and into what."""
+
+    source: Source
+    model: ModelConfig
+    plan: Plan
+    dtype: str
+
+
+def convert(source: str | Path, output: str | Path, *, dtype: str = "auto", overwrite: bool = False, progress: bool = True) -> Path:
+    """Converts a Hugging Face folder or a GGUF file into a checkpoint folder that jaxinfer loads.
+
+    Everything that headers tell is checked before any weight is read. The folder appears whole or not at all: an exception, an
+    interruption or a full disk leaves nothing.
+
+    Args:
+      source: a Hugging Face folder (config.json, safetensors) or a .gguf file.
+      output: the folder to make; it may exist when it is empty.
+      dtype: bfloat16, float16, float32, or auto: what most of the source's weights are stored in, bfloat16 for a quantised GGUF file.
+      overwrite: replace a checkpoint at `output` once the new one is complete.
+      progress: show a bar, or a line now and then, on stderr.
+
+    Returns:
+      The output folder.
+
+    Raises:
+      ConfigError: an unknown dtype, or an output that is or holds the source.
+      CheckpointError: the source is incomplete, damaged or not what its config says, or the output cannot be written.
+      UnsupportedModelError: an architecture, a config attribute, a tensor type or a file format that is not implemented.
+      TokenizerError: a GGUF file's tokenizer cannot be built.
+    """
+    source_path, output_path = Path(source).expanduser(), Path(os.path.abspath(Path(output).expanduser()))
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype is {dtype!r}, must be one of auto, {', '.join(DTYPES)}")
+    if not source_path.exists():
+        raise CheckpointError(f"{source_path} does not exist: give a Hugging Face folder or a .gguf file on this machine")
+    if source_path.resolve().is_relative_to(output_path.resolve()):
+        raise ConfigError(f"the output {output_path} is or holds the source {source_path}: choose another --output")
+    check_output(output_path, overwrite=overwrite)
+    start = time.monotonic()
+    with MemoryMeter() as meter:
+        job = _prepare(open_source(source_path), dtype)
+        num_bytes = _write(job, output_path, overwrite=overwrite, progress=progress)
+    seconds = time.monotonic() - start
+    peak = "unknown" if meter.peak_bytes is None else f"{meter.peak_bytes / 1e6:.0f} MB"
+    logger.info("%s: %s, %d tensors, %.0f MB as %s in %.1f s (%.0f MB/s), peak anonymous memory %s", output_path, job.model.architecture,
+                len(job.plan.entries), num_bytes / 1e6, job.dtype, seconds, num_bytes / 1e6 / seconds, peak)
+    return output_path
+
+
+def open_source(path: Path) -> Source:
+    """The reader for a path, opened: its headers are read and checked. Raises as `convert` does."""
+    if path.is_dir():
+        if (path / "manifest.json").exists() and not (path / "model.safetensors").exists():
+            raise CheckpointError(f"{path} is already a converted checkpoint: use it as it is")
+        return HFSource(path)
+    if path.suffix == ".gguf":
+        return GGUFSource(path)
+    raise UnsupportedModelError(f"{path} is neither a folder nor a .gguf file: give a Hugging Face folder or a .gguf file")
+
+
+def _prepare(source: Source, dtype: str) -> _Job:
+    """Reads the config and plans the conversion."""
+    if (quantization := source.config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModelError(f"{source.path} is quantised ({method!r}), which this version does not convert: "
+                                    "use the unquantised model")
+    _check_sizes(source)
+    model = read_model_config(source.config)
+    if model.architecture not in FAMILIES:
+        raise UnsupportedModelError(f"{source.path} is a {model.architecture}; conversion knows {', '.join(FAMILIES)}")
+    dtype = source.natural_dtype if dtype == "auto" else dtype
+    shapes = {path: spec.shape for path, spec in abstract_params(model, jnp.dtype(dtype)).items()}
+    plan = make_plan(source, FAMILIES[model.architecture](model), shapes, architecture=model.architecture,
+                     tied=TIED if model.tie_embeddings else None)
+    check_tied_copies(source, plan)
+    for name in plan.ignored:
+        logger.info("ignored %s: the config determines it", name)
+    for copy, original in plan.tied_copies:
+        logger.info("dropped %s: it equals %s, to which the config ties it", copy, original)
+    return _Job(source=source, model=model, plan=plan, dtype=dtype)
+
+
+def _check_sizes(source: Source) -> None:
+    """Refuses config sizes that the source cannot hold, before anything is built from them."""
+    num_elements = sum(math.prod(info.shape) for info in source.tensors.values())
+    limits = {"num_hidden_layers": len(source.tensors)}
+    for key in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                "head_dim"):
+        value, limit = source.config.get(key), limits.get(key, num_elements)
+        if type(value) is int and value > limit:
+            raise CheckpointError(f"{source.path}: the config says {key} = {value}, but the checkpoint has only "
+                                  f"{len(source.tensors)} tensors with {num_elements} elements: fetch the missing files again")
+
+
+def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool) -> int:
+    """Writes the checkpoint; returns the parameters' bytes."""
+    dtype = DTYPES[job.dtype]
+    sizes = {entry.target: dtype.itemsize * math.prod(job.plan.shapes[entry.target]) for entry in job.plan.entries}
+    num_bytes = sum(sizes.values())
+    with CheckpointWriter(output, overwrite=overwrite) as writer, FileHasher(job.source.files) as hasher:
+        writer.require_space(num_bytes)
+        end_token_ids = job.source.write_tokenizer(writer.folder)
+        if not (writer.folder / "tokenizer_config.json").exists() and not (writer.folder / "tokenizer.json").exists():
+            logger.warning("%s has no tokenizer files: the checkpoint will take token ids only", job.source.path)
+        writer.write_json("config.json", job.source.config)
+        if job.source.generation_config is not None:
+            writer.write_json("generation_config.json", job.source.generation_config)
+        bar = Progress(len(sizes), num_bytes, enabled=progress)
+        for entry in job.plan.entries:
+            buffer = writer.allocate(job.plan.shapes[entry.target], dtype)
+            for part in entry.parts:
+                fill(buffer, part, job.source)
+            writer.submit(entry.target, buffer)
+            bar.advance(sizes[entry.target])
+            del buffer
+        bar.close()
+        writer.commit({
+            "jaxinfer_version": jaxinfer.__version__,
+            "source": {"kind": job.source.kind, "name": job.source.path.resolve().name, "files": hasher.result()},
+            "architecture": job.model.architecture,
+            "dtype": job.dtype,
+            "quantization": None,
+            "end_token_ids": sorted(end_token_ids | _declared_end_ids(job.source)),
+            "verification": None,
+        })
+    return num_bytes
+
+
+def _declared_end_ids(source: Source) -> frozenset[int]:
+    """eos_token_id of config and generation_config, each an id or a list."""
+    ids: set[int] = set()
+    for name, config in (("config.json", source.config), ("generation_config.json", source.generation_config or {})):
+        value = config.get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        for item in values:
+            if item is not None and (type(item) is not int or item < 0):
+                raise CheckpointError(f"{source.path}: eos_token_id in {name} is {value!r:.80}, expected token ids: correct the file")
+            if item is not None:
+                ids.add(item)
+    return frozenset(ids)
