@@ -1,0 +1,114 @@
+"""Turns logits into tokens on the device: ordered stages over per-row arrays, so that no setting compiles anew.
+
+Order of stages, as in vLLM: valid vocabulary -> temperature -> min-p -> top-k -> top-p -> draw. No stage sorts: the top-k and
+top-p thresholds are found digit by digit over the bit patterns of non-negative floats, which order as the floats do. On a GPU
+no loop is left in the program either: one command buffer can hold the whole step, so that dispatching it never waits.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.state import SamplingState
+
+_WEIGHT_BITS = 30    # every weight exp(logit - max) lies in [0, 1], and 1.0f is 0x3F800000
+_GPU_DIGIT_BITS = 3  # bits of a threshold found in one pass over the row: few passes where a launch costs more than compares
+_CPU_DIGIT_BITS = 1
+
+
+def sample(logits: jax.Array, sampling: SamplingState, *, num_valid_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """One token for each row.
+
+    Args:
+      logits: [B, V] float32.
+      sampling: per-row settings; temperature 0 takes the largest logit, the lowest id on a tie.
+      num_valid_tokens: ids at or above this are padding of the vocabulary and are never chosen.
+
+    Returns:
+      tokens [B] int32, and finite [B] bool: False where a row's valid logits held NaN or infinity (its token means nothing).
+    """
+    with jax.named_scope("sample"):
+        if num_valid_tokens < logits.shape[1]:
+            valid = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < num_valid_tokens
+            finite = jnp.max(jnp.where(valid, jnp.abs(logits), 0.0), axis=1) < jnp.inf
+            logits = jnp.where(valid, logits, -jnp.inf)
+        else:
+            finite = jnp.max(jnp.abs(logits), axis=1) < jnp.inf  # a NaN is the maximum, and is not less
+        greedy = _argmax(logits)
+        random = sampling.temperature > 0
+        restricted = random & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+        least = lax.cond(jnp.any(restricted), lambda: keep_threshold(jnp.exp(_scaled(logits, sampling)), sampling),
+                         lambda: jnp.zeros((logits.shape[0], 1), jnp.int32))
+        tokens = lax.cond(jnp.any(random), lambda: jnp.where(random, _draw(logits, sampling, least), greedy), lambda: greedy)
+        return tokens, finite
+
+
+def _scaled(logits: jax.Array, sampling: SamplingState) -> jax.Array:
+    """Logits over temperature, less the row's largest: exp of it is each token's probability over the likeliest one's."""
+    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    return scaled - jnp.max(scaled, axis=1, keepdims=True)
+
+
+def _draw(logits: jax.Array, sampling: SamplingState, least: jax.Array) -> jax.Array:
+    """Tokens [B] by the Gumbel-max rule, among those whose weight has at least the bit pattern `least` [B, 1]."""
+    scaled = _scaled(logits, sampling)
+    keep = lax.bitcast_convert_type(jnp.exp(scaled), jnp.int32) >= least
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(_row_keys(sampling))
+    return _argmax(jnp.where(keep, scaled + noise, -jnp.inf))
+
+
+def keep_threshold(weights: jax.Array, sampling: SamplingState) -> jax.Array:
+    """What min-p, top-k and top-p leave, in that order; top-p is over what the first two leave.
+
+    Args:
+      weights: [B, V] float32 in [0, 1], probabilities divided by the row's largest.
+      sampling: per-row settings.
+
+    Returns:
+      [B, 1] int32, the bit pattern of the least weight that is kept. Tokens that tie with the last one kept are kept too.
+    """
+    bits = lax.bitcast_convert_type(weights, jnp.int32)[:, None]
+    kept = weights >= sampling.min_p[:, None]
+    k = jnp.where(sampling.top_k > 0, sampling.top_k, weights.shape[1])[:, None]
+    least = _largest_threshold(lambda t: jnp.sum(kept[:, None] & (bits >= t[:, :, None]), axis=2) >= k, weights.shape[0])
+    least = jnp.maximum(least, lax.bitcast_convert_type(sampling.min_p, jnp.int32)[:, None])
+    mass = jnp.where(bits[:, 0] >= least, weights, 0.0)
+    goal = sampling.top_p[:, None] * jnp.sum(mass, axis=1, keepdims=True)
+    enough = _largest_threshold(lambda t: jnp.sum(jnp.where(bits >= t[:, :, None], mass[:, None], 0.0), axis=2) >= goal, weights.shape[0])
+    return jnp.where(sampling.top_p[:, None] < 1, jnp.maximum(least, enough), least)
+
+
+def _largest_threshold(enough: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
+    """The largest bit pattern for which `enough` still holds in its row, 0 where it never does: [B, 1] int32.
+
+    Args:
+      enough: thresholds [B, R] -> [B, R] bool, each row true up to some threshold and false beyond.
+    """
+    def search(digit_bits: int, *, unroll: bool) -> jax.Array:
+        digits = jnp.arange(1, 1 << digit_bits, dtype=jnp.int32)
+
+        def find_digit(index: jax.Array | int, found: jax.Array) -> jax.Array:
+            shift = jnp.asarray(_WEIGHT_BITS - digit_bits * (index + 1), jnp.int32)
+            return found + (jnp.sum(enough(found + (digits << shift)), axis=1, keepdims=True, dtype=jnp.int32) << shift)
+
+        return lax.fori_loop(0, _WEIGHT_BITS // digit_bits, find_digit, jnp.zeros((num_rows, 1), jnp.int32), unroll=unroll)
+
+    return lax.platform_dependent(cpu=lambda: search(_CPU_DIGIT_BITS, unroll=False),
+                                  default=lambda: search(_GPU_DIGIT_BITS, unroll=True))
+
+
+def _argmax(x: jax.Array) -> jax.Array:
+    """The first index of each row's maximum, [B] int32: two plain reductions, which XLA vectorises on a CPU as it does not jnp.argmax."""
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    first = jnp.min(jnp.where(x == jnp.max(x, axis=1, keepdims=True), index, x.shape[1]), axis=1)
+    return jnp.minimum(first, x.shape[1] - 1)  # a row of NaN equals nothing
+
+
+def _row_keys(sampling: SamplingState) -> jax.Array:
+    """One key a row, fixed by (seed, sample index, position) alone: never by the batch around it."""
+    def key(seed: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample_index), position)
+
+    return jax.vmap(key)(sampling.seed, sampling.sample_index, sampling.position)
