@@ -1,0 +1,144 @@
+"""The step loop: plan -> pack -> run -> apply. Owns scheduler, executables and texts; knows no prompt strings and no files."""
+
+import collections
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine import hardware
+from jaxinfer.engine.compiled import CompiledSteps
+from jaxinfer.engine.load import LoadedModel
+from jaxinfer.engine.metrics import EngineMetrics, decode_read_bytes
+from jaxinfer.engine.output import OutputProcessor
+from jaxinfer.engine.pack import pack, pick_layout
+from jaxinfer.engine.resolve import ResolvedConfig, resolve
+from jaxinfer.errors import RequestError
+from jaxinfer.request import FinishReason, Request
+from jaxinfer.scheduler.pages import PageAllocator
+from jaxinfer.scheduler.plan import SchedulePlan
+from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, NullPrefixCache
+from jaxinfer.scheduler.scheduler import Scheduler
+from jaxinfer.state import StepOutput
+from jaxinfer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs requests to their end, a step at a time. Not thread-safe."""
+
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.resolved = resolve_for(model, tokenizer, config)
+        self.pages = PageAllocator(self.resolved.num_pages, self.resolved.page_size)
+        self.scheduler = Scheduler(
+            max_num_seqs=self.resolved.max_num_seqs, max_num_batched_tokens=self.resolved.max_num_batched_tokens,
+            max_model_len=self.resolved.max_model_len, pages=self.pages, policy=config.scheduling_policy,
+            prefix_cache=HashedPrefixCache(self.pages) if config.enable_prefix_caching else NullPrefixCache())
+        self.outputs = OutputProcessor(tokenizer)
+        self.metrics = EngineMetrics(
+            decode_read_bytes=decode_read_bytes(model.params, model.config),
+            kv_token_bytes=self.resolved.memory.page_bytes // self.resolved.page_size,
+            read_bytes_per_s=self.resolved.hardware.read_bytes_per_s)
+        self._in_flight: collections.deque[tuple[SchedulePlan, StepOutput]] = collections.deque()
+        self._depth = 1 if config.async_scheduling and not config.enforce_eager else 0
+        self.steps = CompiledSteps(model, self.resolved)
+        self.warm_up = self.steps.warm_up()
+        logger.info("%s", self.describe())
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          RequestError: it is empty, holds an id outside the vocabulary, or can never fit.
+        """
+        check_prompt(request.prompt_token_ids, self.resolved)
+        self.scheduler.add(request)
+        self.outputs.start(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Withdraws a request, wherever it stands; False where it is not known."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def step(self) -> list[Request]:
+        """Dispatches the next step, then takes in the oldest one whose turn it is. Returns the requests that got a token."""
+        start = time.perf_counter()
+        plan = self.scheduler.next()
+        if plan is not None:
+            self._in_flight.append((plan, self._dispatch(plan)))
+        self.metrics.host_seconds += time.perf_counter() - start
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            return self._apply(*self._in_flight.popleft())
+        if plan is None:
+            self.metrics.pause()
+        return []
+
+    def _dispatch(self, plan: SchedulePlan) -> StepOutput:
+        layout = pick_layout(self.resolved.layouts, plan)
+        updates = plan.page_updates
+        if len(updates) > layout.num_updates:
+            self.steps.write_page_table(list(updates[layout.num_updates:]))
+            updates = updates[:layout.num_updates]
+        return self.steps.run(layout, pack(plan, layout, updates))
+
+    def _apply(self, plan: SchedulePlan, output: StepOutput) -> list[Request]:
+        """Waits for a step's tokens and hands them to texts and scheduler."""
+        tokens: Sequence[int] = np.asarray(output.tokens).tolist()
+        finite: Sequence[bool] = np.asarray(output.finite).tolist()
+        start = time.perf_counter()
+        finish: list[FinishReason | None] = []
+        progressed: list[Request] = []
+        for row, token, ok in zip(plan.rows, tokens, finite, strict=False):
+            reason = None
+            if row.samples and not row.request.is_finished:
+                reason = self.outputs.push(row.request, token, finite=ok)
+                progressed.append(row.request)
+            finish.append(reason)
+        self.scheduler.apply(plan, tokens[:len(plan.rows)], finish)
+        self.metrics.record(plan, len(progressed))
+        self.metrics.host_seconds += time.perf_counter() - start
+        return progressed
+
+    def describe(self) -> str:
+        """The start-up block: what was resolved, the memory plan and the buckets."""
+        r, m = self.resolved, self.resolved.memory
+        buckets = " ".join(f"{x.num_tokens}" if x.decode_only else f"{x.num_tokens}x{x.num_rows}" for x in r.layouts)
+        return (f"{r.model.architecture} {r.dtype} on {r.hardware.name}; weights {m.weight_bytes / 1e9:.2f} GB, KV pool "
+                f"{m.kv_bytes / 1e9:.2f} GB = {r.num_pages} pages of {r.page_size}; {r.max_num_seqs} sequences of up to {r.max_model_len} "
+                f"tokens, {r.max_num_batched_tokens} tokens a step; buckets (decode rows; tokens x rows): {buckets}; "
+                f"{self.warm_up.num_executables} executables in {self.warm_up.seconds:.1f} s")
+
+
+def resolve_for(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> ResolvedConfig:
+    """The resolved configuration of a loaded model on the attached device."""
+    weights = sum(x.nbytes for x in model.params.values())
+    dtype = str(model.params["embedding.weight"].dtype)
+    vocab = model.config.vocab_size
+    return resolve(config, model.config, hardware.attached(), checkpoint_dtype=dtype, weight_bytes=weights,
+                   num_valid_tokens=min(vocab, tokenizer.num_tokens) if tokenizer is not None else vocab)
+
+
+def check_prompt(token_ids: Sequence[int], resolved: ResolvedConfig) -> None:
+    """Refuses a prompt that can never be served.
+
+    Raises:
+      RequestError: no token, a token outside the vocabulary, or no room for a single output token.
+    """
+    if not token_ids:
+        raise RequestError("the prompt has 0 tokens: it needs at least 1. Give some text, or a beginning-of-text token id.")
+    worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+    if not 0 <= worst < resolved.model.vocab_size:
+        raise RequestError(f"prompt token id {worst} lies outside the vocabulary [0, {resolved.model.vocab_size}): was it made by another "
+                           "model's tokenizer?")
+    if len(token_ids) >= resolved.max_model_len:
+        raise RequestError(f"the prompt has {len(token_ids)} tokens and max_model_len is {resolved.max_model_len}, which leaves no room for "
+                           f"output: shorten it to at most {resolved.max_model_len - 1} tokens or raise max_model_len (the model allows "
+                           f"{resolved.model.max_position_embeddings}).")

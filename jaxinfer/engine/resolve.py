@@ -1,0 +1,183 @@
+"""EngineConfig + model + hardware -> ResolvedConfig: every derived number is decided here, once, and can be printed."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.hardware import Hardware
+from jaxinfer.errors import CapacityError, ConfigError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.state import StepLayout, kv_page_bytes
+
+DEFAULT_PAGE_SIZE = 64
+_MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
+_CPU_KV_SHARE = 0.125      # of RAM, at most
+_CPU_MAX_MODEL_LEN = 4096  # default cap on a CPU, where attention over more takes seconds a token
+_DEFAULTS = {              # platform -> (max_num_seqs, max_num_batched_tokens, token buckets)
+    "cpu": (8, 256, (16, 64, 256)),
+    "gpu": (256, 8192, (128, 512, 2048, 8192)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of one device, by use."""
+
+    weight_bytes: int
+    kv_bytes: int
+    step_bytes: int
+    """Estimate of the largest step's activations, logits and sampling buffers."""
+    budget_bytes: int
+    """What the settings allow in all."""
+    page_bytes: int
+    """One page over all layers, keys and values."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.step_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """What the engine runs with."""
+
+    engine: EngineConfig
+    model: ModelConfig
+    hardware: Hardware
+    dtype: np.dtype
+    kv_dtype: np.dtype
+    num_valid_tokens: int
+    """Ids at or above this are padding of the vocabulary."""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    layouts: tuple[StepLayout, ...]
+    """The closed set of buckets, smallest first."""
+    memory: MemoryPlan
+
+    @property
+    def num_pages_per_seq(self) -> int:
+        """Width M of the page table."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def enforce_eager(self) -> bool:
+        return self.engine.enforce_eager
+
+    @property
+    def attention_implementation(self) -> str | None:
+        name = self.engine.attention_implementation
+        return None if name == "auto" else name
+
+
+def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, checkpoint_dtype: str, num_valid_tokens: int,
+            weight_bytes: int) -> ResolvedConfig:
+    """Decides every setting that the user left open and checks the rest against model and hardware.
+
+    Args:
+      checkpoint_dtype: dtype of the converted weights, taken where the settings say auto.
+      num_valid_tokens: ids that the tokenizer knows; the rest of the vocabulary is padding.
+      weight_bytes: bytes of the weights in the dtype that they will have.
+
+    Raises:
+      ConfigError: a setting contradicts the model or another setting.
+      CapacityError: weights and at least one full-length sequence do not fit.
+    """
+    dtype = np_dtype(checkpoint_dtype if engine.dtype == "auto" else engine.dtype)
+    kv_dtype = dtype if engine.kv_dtype == "auto" else np_dtype(engine.kv_dtype)
+    page_size = engine.page_size or DEFAULT_PAGE_SIZE
+    max_model_len = _max_model_len(engine, model, hardware)
+    seqs, batched, token_buckets = _DEFAULTS[hardware.platform]
+    max_num_seqs = engine.max_num_seqs or seqs
+    if engine.max_num_batched_tokens is None and engine.token_buckets:
+        batched = engine.token_buckets[-1]
+    max_num_batched_tokens = engine.max_num_batched_tokens or max(batched, max_num_seqs)
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}: every running "
+                          f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
+    layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size)
+    step_bytes = _step_bytes(model, layouts, dtype)
+    page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, page_size=page_size,
+                               head_dim=model.head_dim, dtype_bytes=kv_dtype.itemsize)
+    pages_per_seq = -(-max_model_len // page_size)
+    num_pages, budget = _num_pages(engine, hardware, weight_bytes=weight_bytes, step_bytes=step_bytes, page_bytes=page_bytes,
+                                   pages_wanted=max_num_seqs * pages_per_seq + 1)
+    if num_pages - 1 < pages_per_seq:
+        need, room = (pages_per_seq + 1) * page_bytes, num_pages * page_bytes
+        raise CapacityError(
+            f"the KV pool holds {max(num_pages - 1, 0)} pages ({room / 1e9:.2f} GB) beside {weight_bytes / 1e9:.2f} GB of weights and "
+            f"{step_bytes / 1e9:.2f} GB for a step, but one sequence of max_model_len = {max_model_len} needs {pages_per_seq} pages "
+            f"({need / 1e9:.2f} GB): lower max_model_len to {max((num_pages - 1) * page_size, 0)}, or raise gpu_memory_utilization or "
+            "kv_cache_memory_bytes.")
+    memory = MemoryPlan(weight_bytes=weight_bytes, kv_bytes=num_pages * page_bytes, step_bytes=step_bytes, budget_bytes=budget,
+                        page_bytes=page_bytes)
+    return ResolvedConfig(
+        engine=engine, model=model, hardware=hardware, dtype=dtype, kv_dtype=kv_dtype, num_valid_tokens=num_valid_tokens,
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, page_size=page_size,
+        num_pages=num_pages, layouts=layouts, memory=memory)
+
+
+def np_dtype(name: str) -> np.dtype:
+    """numpy's dtype of a name such as bfloat16."""
+    import ml_dtypes  # registers bfloat16 with numpy
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def _max_model_len(engine: EngineConfig, model: ModelConfig, hardware: Hardware) -> int:
+    trained = model.max_position_embeddings
+    if engine.max_model_len is None:
+        return min(trained, _CPU_MAX_MODEL_LEN) if hardware.platform == "cpu" else trained
+    if engine.max_model_len > trained:
+        raise ConfigError(f"max_model_len = {engine.max_model_len}: {model.architecture} was trained for {trained} positions: use at most "
+                          f"{trained}.")
+    return engine.max_model_len
+
+
+def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs: int, max_num_batched_tokens: int,
+             page_size: int) -> tuple[StepLayout, ...]:
+    """Decode buckets (T == B, powers of two) and mixed buckets (T tokens, few or all rows); one mixed bucket when deterministic."""
+    def mixed(num_tokens: int, num_rows: int) -> StepLayout:
+        rows = min(num_tokens, num_rows)
+        return StepLayout(num_tokens=num_tokens, num_rows=rows, num_updates=num_tokens // page_size + 2 * rows, null_slot=max_num_seqs,
+                          decode_only=False)
+
+    def decode(rows: int) -> StepLayout:
+        return StepLayout(num_tokens=rows, num_rows=rows, num_updates=rows, null_slot=max_num_seqs, decode_only=True)
+
+    if engine.deterministic:
+        return (mixed(max_num_batched_tokens, max_num_seqs),)
+    tokens = {t for t in engine.token_buckets or token_buckets if t < max_num_batched_tokens} | {max_num_batched_tokens}
+    rows = engine.batch_buckets or tuple(2**i for i in range(max_num_seqs.bit_length()))
+    decode_rows = {r for r in rows if r < max_num_seqs} | {max_num_seqs}
+    layouts = {decode(r) for r in decode_rows}
+    for t in tokens:
+        layouts |= {mixed(t, min(_MIXED_ROWS, max_num_seqs)), mixed(t, max_num_seqs)}
+    return tuple(sorted(layouts, key=lambda x: (x.num_tokens, not x.decode_only, x.num_rows)))
+
+
+def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.dtype) -> int:
+    """Estimate of a step's temporaries: the widest activations of every token, and three float32 copies of the logits."""
+    def one(layout: StepLayout) -> int:
+        heads = model.num_heads + 2 * model.num_kv_heads
+        width = 4 * model.dim + 3 * model.mlp_dim + 2 * heads * model.head_dim
+        return layout.num_tokens * width * dtype.itemsize + 3 * layout.num_rows * model.vocab_size * 4
+
+    return max(one(layout) for layout in layouts)
+
+
+def _num_pages(engine: EngineConfig, hardware: Hardware, *, weight_bytes: int, step_bytes: int, page_bytes: int,
+               pages_wanted: int) -> tuple[int, int]:
+    """(pages of the pool, byte budget): as set, else what is left of the budget; no more than all sequences at full length need."""
+    budget = int(hardware.memory_bytes * engine.gpu_memory_utilization)
+    if engine.num_pages is not None:
+        return engine.num_pages, budget
+    if engine.kv_cache_memory_bytes is not None:
+        return engine.kv_cache_memory_bytes // page_bytes, budget
+    room = budget - weight_bytes - step_bytes
+    if hardware.platform == "cpu":
+        room = min(room, int(hardware.memory_bytes * _CPU_KV_SHARE))
+    return max(min(room // page_bytes, pages_wanted), 0), budget

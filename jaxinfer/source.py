@@ -1,0 +1,49 @@
+"""From what a user calls a model to a converted checkpoint: the one place where jaxinfer runs a conversion by itself."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+from jaxinfer.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+CACHE = Path("~/.cache/jaxinfer/checkpoints")
+
+
+def converted_checkpoint(model: str, *, dtype: str, cache: Path | None = None) -> Path:
+    """A converted checkpoint folder for `model`, converting into `cache` where it is not one yet.
+
+    Args:
+      model: converted folder, Hugging Face folder or .gguf file.
+      dtype: dtype to convert to; auto keeps the source's.
+      cache: where conversions are kept, keyed by the source's path, files, sizes and times.
+
+    Raises:
+      CheckpointError: there is no such file or folder, or it is none of the three kinds.
+    """
+    path = Path(model).expanduser()
+    if not model or not path.exists():
+        raise CheckpointError(f"model = {model!r}: no such file or folder. Give a converted checkpoint, a Hugging Face folder or a .gguf file.")
+    if (path / "manifest.json").is_file():
+        return path
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if not is_gguf and not (path / "config.json").is_file():
+        raise CheckpointError(f"model = {model!r}: neither a converted checkpoint (no manifest.json) nor a Hugging Face folder (no "
+                              "config.json) nor a .gguf file.")
+    from convert.converter import convert
+
+    target = (cache or CACHE).expanduser() / _cache_name(path, dtype)
+    if not (target / "manifest.json").is_file():
+        logger.info("converting %s into %s (once; later runs start from there)", path, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        convert(path, target, dtype=dtype)
+    return target
+
+
+def _cache_name(path: Path, dtype: str) -> str:
+    """A folder name that changes whenever a source file does."""
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    digest = hashlib.sha256(repr((str(path.resolve()), stats, dtype)).encode()).hexdigest()[:16]
+    return f"{path.stem if path.is_file() else path.name}-{digest}"
