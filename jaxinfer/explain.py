@@ -1,0 +1,151 @@
+"""What an engine would run with, and why: resolved settings, kernel table, buckets, memory plan. Loads no weights, compiles nothing.
+
+  python -m jaxinfer.explain --model=DIR [--gpu=a100-40gb|a100-80gb|h100|h200]
+  python -m jaxinfer.explain --shape=Q --gpu=a100-80gb --max_model_len=8192
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from jaxinfer import cli
+from jaxinfer.checkpoint import read_manifest
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.hardware import GPUS, Hardware, attached, named_gpu
+from jaxinfer.engine.resolve import ResolvedConfig, resolve
+from jaxinfer.errors import ConfigError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.registry import abstract_params, read_model_config
+from jaxinfer.models.shapes import SHAPES
+from jaxinfer.source import converted_checkpoint
+from jaxinfer.state import StepLayout
+from pallas_kernels.dispatch import Choice, Target
+
+
+def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None) -> ResolvedConfig:
+    """The resolved configuration of a checkpoint, or of a named shape in bfloat16, on attached or absent hardware.
+
+    Raises:
+      ConfigError: an unknown shape, or settings that contradict the model.
+      CheckpointError, CapacityError: as for LLM.
+    """
+    if shape is not None:
+        if shape not in SHAPES:
+            raise ConfigError(f"shape = {shape!r}: must be one of {', '.join(SHAPES)}.")
+        model, dtype, valid = SHAPES[shape], "bfloat16", SHAPES[shape].vocab_size
+    else:
+        path = converted_checkpoint(config.model, dtype=config.dtype)
+        model, dtype, valid = _read(path)
+    if config.dtype != "auto":
+        dtype = config.dtype
+    weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in abstract_params(model, dtype).values())
+    return resolve(config, model, hardware, checkpoint_dtype=dtype, num_valid_tokens=valid, weight_bytes=weights)
+
+
+def _read(path: Path) -> tuple[ModelConfig, str, int]:
+    """(model, stored dtype, ids that the tokenizer knows) of a converted checkpoint."""
+    from jaxinfer.tokenizer import Tokenizer
+
+    model = read_model_config(json.loads((path / "config.json").read_text()))
+    return model, read_manifest(path)["dtype"], min(model.vocab_size, Tokenizer.from_dir(path).num_tokens)
+
+
+def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
+    """Which attention implementation a bucket takes, and why."""
+    from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention_choice
+    from pallas_kernels.ragged_paged_attention.config import AttentionSpec
+
+    model, hardware = resolved.model, resolved.hardware
+    spec = AttentionSpec(
+        num_tokens=layout.num_tokens, num_rows=layout.num_rows, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim, page_size=resolved.page_size, pages_per_seq=resolved.num_pages_per_seq, q_dtype=str(resolved.dtype),
+        kv_dtype=str(resolved.kv_dtype), max_q_len=1 if layout.decode_only else None, sliding_window=model.sliding_windows[0], softcap=None)
+    target = Target(platform=hardware.platform, compute_capability=hardware.compute_capability, device_kind=hardware.name)
+    return ragged_paged_attention_choice(spec, target=target, implementation=resolved.attention_implementation)
+
+
+def explain(resolved: ResolvedConfig) -> str:
+    """The report, for a person."""
+    blocks = [_settings(resolved), _kernels(resolved), _buckets(resolved), _memory(resolved), _roofline(resolved)]
+    return "\n\n".join(blocks)
+
+
+def _settings(r: ResolvedConfig) -> str:
+    m = r.model
+    derived = {
+        "model": f"{m.architecture}: {m.num_layers} layers, D {m.dim}, {m.num_heads}/{m.num_kv_heads} heads of {m.head_dim}, F {m.mlp_dim}, "
+                 f"V {m.vocab_size} ({r.num_valid_tokens} can be sampled)",
+        "hardware": f"{r.hardware.name}, {r.hardware.memory_bytes / 1e9:.1f} GB to plan with",
+        "dtype": str(r.dtype), "kv_dtype": str(r.kv_dtype), "max_model_len": r.max_model_len, "max_num_seqs": r.max_num_seqs,
+        "max_num_batched_tokens": r.max_num_batched_tokens, "page_size": r.page_size, "num_pages": r.num_pages,
+    }
+    kept = {f.name: getattr(r.engine, f.name) for f in dataclasses.fields(r.engine) if f.name not in derived}
+    return "Settings\n" + "\n".join(f"  {name:26} {value}" for name, value in {**derived, **kept}.items())
+
+
+def _kernels(r: ResolvedConfig) -> str:
+    lines: dict[str, list[str]] = {}
+    for layout in r.layouts:
+        kind = "decode" if layout.decode_only else "prefill and mixed"
+        lines.setdefault(f"{kind}: {attention_choice(r, layout)}", []).append(_name(layout))
+    return "Kernels\n" + "\n".join(f"  {line}\n      buckets {', '.join(names)}" for line, names in lines.items())
+
+
+def _buckets(r: ResolvedConfig) -> str:
+    decode = [str(x.num_rows) for x in r.layouts if x.decode_only]
+    mixed = [_name(x) for x in r.layouts if not x.decode_only]
+    return (f"Buckets: {len(r.layouts)} executables, compiled at start; nothing compiles later\n  decode (rows)             "
+            f"{', '.join(decode) or 'none: deterministic mode runs every step at one bucket'}\n  mixed (tokens x rows)     {', '.join(mixed)}")
+
+
+def _memory(r: ResolvedConfig) -> str:
+    m = r.memory
+    tokens = (r.num_pages - 1) * r.page_size
+    rows = [("weights", m.weight_bytes, ""), ("KV pool", m.kv_bytes, f"{r.num_pages} pages of {m.page_bytes / 1e6:.2f} MB, {tokens} tokens: "
+            f"{tokens // r.max_model_len} sequences of max_model_len, {r.max_num_seqs} of up to {tokens // r.max_num_seqs}"),
+            ("largest step (estimate)", m.step_bytes, ""), ("total", m.total_bytes, ""),
+            ("budget", m.budget_bytes, f"gpu_memory_utilization {r.engine.gpu_memory_utilization}")]
+    return "Memory\n" + "\n".join(f"  {name:26} {size / 1e9:9.3f} GB  {note}".rstrip() for name, size, note in rows)
+
+
+def _roofline(r: ResolvedConfig) -> str:
+    if r.hardware.read_bytes_per_s is None:
+        return f"Roofline\n  memory bandwidth is {r.hardware.bandwidth_source}"
+    embedding = 0 if r.model.tie_embeddings else r.model.vocab_size * r.model.dim * r.dtype.itemsize
+    read, kv = r.memory.weight_bytes - embedding, r.memory.page_bytes // r.page_size
+    lines = []
+    for batch in (1, 8, 32, 128):
+        if batch <= r.max_num_seqs:
+            seconds = (read + batch * 640 * kv) / r.hardware.read_bytes_per_s
+            lines.append(f"  batch {batch:4}: {seconds * 1e3:8.2f} ms a step, {batch / seconds:9.0f} tokens/s")
+    return (f"Decode at the memory bandwidth ({r.hardware.read_bytes_per_s / 1e12:.2f} TB/s, {r.hardware.bandwidth_source}), context 640; "
+            "no engine is faster by much\n" + "\n".join(lines))
+
+
+def _name(layout: StepLayout) -> str:
+    return f"{layout.num_rows}" if layout.decode_only else f"{layout.num_tokens}x{layout.num_rows}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry; takes arguments without the program's name."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("shape", None, f"A named shape with no checkpoint: {', '.join(SHAPES)}.", flag_values=values, module_name="What")
+    flags.DEFINE_enum("gpu", None, list(GPUS), "Plan for this GPU instead of the attached device.", flag_values=values, module_name="What")
+    cli.define_engine_flags(values)
+    return cli.run(lambda _: _run(values), values, argv, __doc__)
+
+
+def _run(values: flags.FlagValues) -> None:
+    config, shape, gpu = cli.engine_config(values), values["shape"].value, values["gpu"].value
+    if bool(config.model) == (shape is not None):
+        raise app.UsageError("give exactly one of --model and --shape.")
+    print(explain(plan(config, attached() if gpu is None else named_gpu(gpu), shape=shape)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
