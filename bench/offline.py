@@ -1,0 +1,199 @@
+"""Decode speed, time to first token and throughput through the public engine, of a checkpoint or of random weights at a named shape.
+
+  python -m bench.offline --model=DIR [--dtypes=float32,bfloat16] [--batch_sizes=1,8] [--hf_python=PYTHON_WITH_TORCH --hf_model=FOLDER_OR_GGUF]
+  python -m bench.offline --shape=Q --batch_sizes=1,8,32 --prompt_len=512 --max_tokens=256 --profile
+Every figure is the median of --repeats runs and stands beside the device's bandwidth. JSON goes to bench/results.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from absl import app, flags
+
+from bench import profiling, report
+from jaxinfer import cli
+
+if TYPE_CHECKING:
+    from jaxinfer import LLM
+
+_MODEL = flags.DEFINE_string("model", None, "Converted checkpoint, Hugging Face folder or .gguf file.")
+_SHAPE = flags.DEFINE_string("shape", None, "Random weights at this named shape instead (see jaxinfer/models/shapes.py).")
+_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Dtypes to run, one engine each.")
+_BATCH_SIZES = flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Sequences that decode together.")
+_PROMPT_LEN = flags.DEFINE_integer("prompt_len", 512, "Prompt tokens a sequence in the decode runs.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "New tokens a sequence in the decode runs.", lower_bound=2)
+_TTFT_LENS = flags.DEFINE_list("ttft_lens", [], "Prompt lengths whose time to first token is measured, batch 1.")
+_THROUGHPUT = flags.DEFINE_integer("throughput_requests", 0, "Requests at once, prompts uniform in 32..2048, 128 new tokens; 0 skips.")
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of which the median is taken.", lower_bound=1)
+_PROFILE = flags.DEFINE_bool("profile", False, "Profile some decode steps of each batch size (GPU).")
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Engine setting; default: what the runs need.", lower_bound=2)
+_PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting.")
+_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1)
+_TOKEN_BUCKETS = flags.DEFINE_list("token_buckets", None, "Engine setting.")
+_ATTENTION = flags.DEFINE_string("attention_implementation", "auto", "Engine setting.")
+_HF_PYTHON = flags.DEFINE_string("hf_python", None, "Interpreter with torch and transformers: runs the peer beside, on the same prompts' size.")
+_HF_MODEL = flags.DEFINE_string("hf_model", None, "What the peer loads: Hugging Face folder or .gguf file; default: --model.")
+_NAME = flags.DEFINE_string("name", None, "Name of the JSON file; default: from model and device.")
+
+
+def make_engine(dtype: str, max_num_seqs: int) -> "LLM":
+    """An LLM for the flags, on prompts given as ids."""
+    import jaxinfer
+    from jaxinfer.engine.load import random_model
+    from jaxinfer.models.shapes import SHAPES
+
+    longest = max([_PROMPT_LEN.value + _MAX_TOKENS.value, *[int(t) + 2 for t in _TTFT_LENS.value], 2048 + 128 if _THROUGHPUT.value else 0])
+    settings: dict[str, Any] = {
+        "dtype": dtype, "max_num_seqs": max_num_seqs, "enable_prefix_caching": False, "page_size": _PAGE_SIZE.value,
+        "max_model_len": _MAX_MODEL_LEN.value or -(-longest // 64) * 64, "attention_implementation": _ATTENTION.value,
+        "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS.value,
+        "token_buckets": tuple(map(int, _TOKEN_BUCKETS.value)) if _TOKEN_BUCKETS.value else None}
+    if _SHAPE.value is None:
+        return jaxinfer.LLM(str(_MODEL.value), **settings)
+    if _SHAPE.value not in SHAPES:
+        raise app.UsageError(f"--shape={_SHAPE.value}: must be one of {', '.join(SHAPES)}.")
+    return jaxinfer.LLM.from_model(random_model(SHAPES[_SHAPE.value], dtype=dtype, seed=0), **settings)
+
+
+def random_prompts(llm: "LLM", lengths: list[int], seed: int) -> list[dict[str, list[int]]]:
+    """Prompts of the given lengths, ids drawn over the valid vocabulary."""
+    rng = np.random.default_rng(seed)
+    top = llm.engine.resolved.num_valid_tokens
+    return [{"prompt_token_ids": rng.integers(min(100, top // 2), top, n).tolist()} for n in lengths]
+
+
+def decode_row(llm: "LLM", batch: int) -> dict[str, Any]:
+    """Decode rate of `batch` sequences, taken over steps in which all of them decode."""
+    import jaxinfer
+
+    params = jaxinfer.SamplingParams(temperature=0, max_tokens=_MAX_TOKENS.value, ignore_eos=True)
+    rates, shares, host = [], [], []
+    for i in range(_REPEATS.value + 1):
+        llm.reset_metrics()
+        llm.generate(random_prompts(llm, [_PROMPT_LEN.value] * batch, seed=i), params)
+        m = llm.metrics()
+        if i:  # the first run warms caches up
+            rates.append(m["decode_tokens_per_s"])
+            shares.append(m["roofline_share"])
+            host.append(m["host_ms_per_step"])
+    return {"batch": batch, "decode_tokens_per_s": statistics.median(rates), "spread": (max(rates) - min(rates)) / statistics.median(rates),
+            "share_of_bandwidth": None if shares[0] is None else statistics.median(shares), "host_ms_per_step": statistics.median(host)}
+
+
+def profile_decode(llm: "LLM", batch: int, steps: int = 8) -> dict[str, Any]:
+    """The hottest kernels of `steps` decode steps at a context of the prompt's length."""
+    import jaxinfer
+
+    params = jaxinfer.SamplingParams(temperature=0, max_tokens=steps + 24, ignore_eos=True)
+    requests = [llm._requests(p, params)[0] for p in random_prompts(llm, [_PROMPT_LEN.value] * batch, seed=99)]
+    llm._add(requests)
+    while any(len(r.output_token_ids) < 4 for r in requests):
+        llm.engine.step()
+
+    def work() -> None:
+        for _ in range(steps):
+            llm.engine.step()
+
+    figures = profiling.profile(work)
+    while llm.engine.has_work:
+        llm.engine.step()
+    llm._finish(requests)
+    if figures:
+        figures["busy_ms_per_step"] = figures["busy_ms"] / steps
+        figures["kernels_per_step"] = figures["num_kernels"] / steps
+    return figures
+
+
+def ttft_row(llm: "LLM", prompt_len: int) -> dict[str, Any]:
+    """Time to first token of one prompt on an idle engine."""
+    import jaxinfer
+
+    params = jaxinfer.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    times = []
+    for i in range(_REPEATS.value + 2):
+        (out,) = llm.generate(random_prompts(llm, [prompt_len], seed=i), params)
+        assert out.metrics.ttft_s is not None
+        times.append(1e3 * out.metrics.ttft_s)
+    return {"prompt": prompt_len, "ttft_ms": statistics.median(times[2:])}
+
+
+def throughput_row(llm: "LLM", num_requests: int) -> dict[str, Any]:
+    """Requests a second with all of them queued at once."""
+    import jaxinfer
+
+    params = jaxinfer.SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    lengths = np.random.default_rng(0).integers(32, 2049, num_requests).tolist()
+    prompts = random_prompts(llm, lengths, seed=1)
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        llm.generate(prompts, params)
+        times.append(time.perf_counter() - start)
+    seconds = min(times)
+    return {"requests": num_requests, "requests_per_s": num_requests / seconds, "tokens_per_s": (sum(lengths) + 128 * num_requests) / seconds}
+
+
+def peer_rows() -> list[dict[str, Any]]:
+    """Rows of the transformers peer, run as a child process with this run's sizes."""
+    command = [str(_HF_PYTHON.value), str(Path(__file__).parent / "hf_peer.py"), f"--model={_HF_MODEL.value or _MODEL.value}",
+               f"--dtypes={','.join(_DTYPES.value)}", f"--batch_sizes={','.join(_BATCH_SIZES.value)}", f"--prompt_len={_PROMPT_LEN.value}",
+               f"--max_tokens={_MAX_TOKENS.value}", f"--repeats={_REPEATS.value}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise app.UsageError(f"the peer failed under --hf_python={_HF_PYTHON.value}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])["rows"]
+
+
+def run_dtype(dtype: str) -> dict[str, Any]:
+    """All runs of one dtype on one engine."""
+    batches = [int(b) for b in _BATCH_SIZES.value]
+    llm = make_engine(dtype, max(batches))
+    figures: dict[str, Any] = {"dtype": dtype, "engine": llm.engine.describe(), "startup_s": llm.startup_s,
+                               "warm_up_s": llm.engine.warm_up.seconds, "num_executables": llm.engine.warm_up.num_executables}
+    figures["decode"] = [decode_row(llm, b) for b in batches]
+    print(report.table(figures["decode"]), flush=True)
+    figures["ttft"] = [ttft_row(llm, int(t)) for t in _TTFT_LENS.value]
+    print(report.table(figures["ttft"]), flush=True)
+    if _THROUGHPUT.value:
+        figures["throughput"] = throughput_row(llm, _THROUGHPUT.value)
+        print(figures["throughput"], flush=True)
+    if _PROFILE.value:
+        figures["profile"] = {b: profile_decode(llm, b) for b in batches}
+        for batch, p in figures["profile"].items():
+            print(f"batch {batch}:", {k: v for k, v in p.items() if k != "kernels"})
+            print(report.table(p.get("kernels", [])), flush=True)
+    figures["num_compiles_after_warmup"] = llm.metrics()["num_compiles_after_warmup"]
+    figures["memory_bytes"] = llm.metrics()["memory_bytes"]
+    print(f"{dtype}: start {llm.startup_s:.1f} s, warm-up {figures['warm_up_s']:.1f} s, {figures['num_compiles_after_warmup']} compiles "
+          f"after warm-up, {figures['memory_bytes'] / 1e9:.2f} GB")
+    return figures
+
+
+def main(argv: list[str]) -> None:
+    if (_MODEL.value is None) == (_SHAPE.value is None):
+        raise app.UsageError("give exactly one of --model and --shape.")
+    figures: dict[str, Any] = {"model": _MODEL.value and Path(_MODEL.value).name, "shape": _SHAPE.value, "prompt_len": _PROMPT_LEN.value,
+                               "max_tokens": _MAX_TOKENS.value, "repeats": _REPEATS.value}
+    figures["runs"] = [run_dtype(dtype) for dtype in _DTYPES.value]
+    if _HF_PYTHON.value:
+        figures["peer"] = peer_rows()
+        print(report.table(figures["peer"]))
+    device = report.environment()["device"].split(" (")[0].replace(" ", "-").lower()
+    subject = _SHAPE.value or Path(str(_MODEL.value)).name
+    path = report.write(_NAME.value or f"offline-{subject}-{device}", figures)
+    print(f"written to {path}")
+
+
+def entry() -> None:
+    """Console entry."""
+    sys.exit(cli.run(main))
+
+
+if __name__ == "__main__":
+    entry()

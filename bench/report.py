@@ -1,0 +1,63 @@
+"""Where benchmark figures go: one JSON file a run, with device, versions, date and commit. Measures nothing."""
+
+import datetime
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions, date and commit of this run."""
+    import jax
+    import jaxlib
+
+    device = jax.local_devices()[0]
+    return {
+        "device": device.device_kind if device.platform == "gpu" else f"{cpu_name()} ({device.platform})",
+        "num_devices": jax.local_device_count(), "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(), "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name, as Linux gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def commit() -> str:
+    """Short hash of the tree that ran, with '+' where it had uncommitted changes; 'unknown' outside a git checkout."""
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    head = git("rev-parse", "--short", "HEAD")
+    return (head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")) if head else "unknown"
+
+
+def write(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
+    """Writes bench/results/<name>.json (or into `folder`) and returns its path."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
+    return path
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows of equal keys as aligned text."""
+    if not rows:
+        return ""
+    def cell(value: Any) -> str:
+        return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    lines = [list(rows[0]), *[[cell(v) for v in row.values()] for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in lines)
