@@ -26,6 +26,7 @@ class FileHasher:
             self._future = self._pool.submit(lambda: [self._hash(path) for path in self._files])
         except BaseException:  # Ctrl-C while the thread starts: without this it would wait for work for ever
             self._stop.set()
+            self._pool.shutdown(wait=False)
             raise
         return self
 
