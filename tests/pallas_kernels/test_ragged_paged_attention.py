@@ -26,6 +26,8 @@ CASES = {
     "decode_f32_over_bf16_pages": Case(rows=((1, 90), (1, 33)), dtype="float32", kv_dtype="bfloat16", page_size=32, max_q_len=1),
     "decode_bf16_page128": Case(rows=((1, 129), (0, 0), (1, 700)), num_heads=2, num_kv_heads=1, page_size=128, dtype="bfloat16",
                                 max_q_len=1),
+    "decode_one_page_one_split": Case(rows=((1, 64), (0, 0), (1, 5)), page_size=64, spare_entries=0, dtype="bfloat16", num_padding=1,
+                                      max_q_len=1),
     "prefill": Case(rows=((33, 33), (17, 17), (64, 64))),
     "mixed_511_513": Case(rows=((1, 40), (511, 511), (17, 200), (513, 513), (1, 1)), num_heads=2, num_kv_heads=1, num_padding=5),
     "mixed_bf16_gqa7": Case(rows=((1, 200), (60, 130), (17, 17), (0, 0)), num_heads=14, head_dim=128, page_size=64, dtype="bfloat16",

@@ -31,9 +31,10 @@ class Arrival:
 @st.composite
 def setups(draw) -> Setup:
     max_num_seqs = draw(st.integers(1, 6))
-    return Setup(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 30)), capacity=draw(st.integers(2, 14)),
-                 page_size=draw(st.sampled_from([1, 2, 4, 8])), max_prefill_rows=draw(st.none() | st.integers(1, 3)),
-                 policy=draw(st.sampled_from(sorted(POLICIES))), depth=draw(st.integers(0, 2)))
+    return Setup(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 30)),
+                 capacity=draw(st.integers(2, 14)), page_size=draw(st.sampled_from([1, 2, 4, 8])),
+                 max_prefill_rows=draw(st.none() | st.integers(1, 3)), policy=draw(st.sampled_from(sorted(POLICIES))),
+                 depth=draw(st.integers(0, 2)))
 
 
 @st.composite
