@@ -11,7 +11,7 @@ from pallas_kernels import Target
 CPU = Target(platform="cpu", compute_capability=None, device_kind="cpu")
 A100 = Target(platform="gpu", compute_capability=(8, 0), device_kind="NVIDIA A100-SXM4-40GB")
 H200 = Target(platform="gpu", compute_capability=(9, 0), device_kind="NVIDIA H200")
-INTERPRETED = dataclasses.replace(H200, interpret=True)
+INTERPRETED = dataclasses.replace(H200, interpret=jax.default_backend() != "gpu")  # on a GPU its kernels run natively
 TARGETS = {"cpu": CPU, "gpu": H200, "interpreted": INTERPRETED}
 
 
