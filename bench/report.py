@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -33,7 +34,10 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Short hash of the tree that ran, with '+' where it had uncommitted changes; 'unknown' outside a git checkout."""
+    """Short hash of the tree that ran, with '+' where it had uncommitted changes. A copy without .git takes it from JAXINFER_COMMIT."""
+    if "JAXINFER_COMMIT" in os.environ:
+        return os.environ["JAXINFER_COMMIT"]
+
     def git(*args: str) -> str:
         done = subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
