@@ -11,6 +11,8 @@ from flax import nnx
 
 CPU_LEAST_ROWS = 2
 """XLA's CPU backend multiplies one bfloat16 row 8 to 10 times slower than two (896 x 9728: 18 ms against 2.3 ms)."""
+GPU_LEAST_ROWS = 8
+"""On an H200 a layer of Qwen2-7B takes 132 us of matrix products at one row and 118 us at eight, where XLA finds better tiles."""
 
 
 def matmul(x: jax.Array, weight: jax.Array, *, bias: jax.Array | None = None) -> jax.Array:
@@ -44,14 +46,16 @@ def _product(x: jax.Array, weight: jax.Array, *, weight_dim: int) -> jax.Array:
     dot = functools.partial(
         jax.lax.dot_general, dimension_numbers=(((1,), (weight_dim,)), ((), ())), precision=precision,
         preferred_element_type=jnp.float32)
-    if x.shape[0] == 1 and x.dtype == jnp.bfloat16:
-        return jax.lax.platform_dependent(x, weight, cpu=functools.partial(_padded, dot), default=dot)
-    return dot(x, weight)
+    if x.dtype == jnp.float32 or not 0 < x.shape[0] < GPU_LEAST_ROWS:
+        return dot(x, weight)
+    cpu_rows = CPU_LEAST_ROWS if x.dtype == jnp.bfloat16 else 1
+    return jax.lax.platform_dependent(x, weight, cpu=functools.partial(_padded, dot, cpu_rows),
+                                      default=functools.partial(_padded, dot, GPU_LEAST_ROWS))
 
 
-def _padded(dot: functools.partial[jax.Array], x: jax.Array, weight: jax.Array) -> jax.Array:
+def _padded(dot: functools.partial[jax.Array], least_rows: int, x: jax.Array, weight: jax.Array) -> jax.Array:
     rows = x.shape[0]
-    return dot(jnp.pad(x, ((0, CPU_LEAST_ROWS - rows), (0, 0))), weight)[:rows]
+    return dot(jnp.pad(x, ((0, max(least_rows - rows, 0)), (0, 0))), weight)[:rows]
 
 
 class Linear(nnx.Module):

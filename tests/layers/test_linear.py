@@ -40,11 +40,12 @@ def test_a_single_bfloat16_row_equals_the_same_row_among_two(product):
     np.testing.assert_array_equal(alone, jax.jit(product)(x, weight)[:1])
 
 
-def test_a_single_bfloat16_row_is_padded_on_the_cpu_and_only_there():
+def test_few_16_bit_rows_are_padded_to_what_each_backend_is_fast_at():
     x, weight = arrays(jnp.bfloat16, (1, 64), (64, 96))
     traced = jax.jit(matmul).trace(x, weight)
     assert "tensor<2x64xbf16>" in traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert "tensor<2x64xbf16>" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "tensor<8x64xbf16>" in gpu and "tensor<2x64xbf16>" not in gpu
     assert "conditional" not in jax.jit(matmul).lower(x, weight).compile().as_text()
 
 
