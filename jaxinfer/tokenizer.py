@@ -8,10 +8,11 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from jaxinfer import tiktoken_tokenizer
 from jaxinfer.detokenizer import ByteTable, IncrementalDetokenizer
 from jaxinfer.errors import RequestError, TokenizerError
 
@@ -23,28 +24,55 @@ Message = Mapping[str, Any]
 _PROBE = "jaxinferprobe"
 _END_TOKEN_FILES = (("config.json", "eos_token_id"), ("generation_config.json", "eos_token_id"), ("manifest.json", "end_token_ids"))
 
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """What turns text into ids and back; one for each library."""
+
+    special_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]
+    """The tokenizer's own."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def decoder_types(self) -> frozenset[str]: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def token(self, token_id: int) -> str | None: ...
+
+    def render_chat(self, turns: Sequence[Message], add_generation_prompt: bool) -> str: ...
+
+    def encode_chat(self, turns: Sequence[Message], add_generation_prompt: bool) -> list[int]: ...
+
 
 class Tokenizer:
-    """A fast tokenizer with its folder's chat template and end tokens; made by `from_dir`."""
+    """A tokenizer with its folder's chat template and end tokens; made by `from_dir`."""
 
     def __init__(self, backend: Any, *, end_token_ids: frozenset[int] = frozenset(), name: str = "the tokenizer") -> None:
-        """Wraps a transformers tokenizer.
+        """Wraps a library's tokenizer.
 
         Args:
-          backend: a transformers tokenizer that runs on the `tokenizers` library.
+          backend: a transformers tokenizer that runs on the `tokenizers` library, or a TiktokenBackend.
           end_token_ids: end tokens that the model's configs name; the tokenizer's own and the chat template's are added.
           name: what messages call this tokenizer.
 
         Raises:
           TokenizerError: the tokenizer does not run on the `tokenizers` library.
         """
-        if getattr(backend, "backend_tokenizer", None) is None:
-            raise TokenizerError(f"{name} is a {type(backend).__name__}, which has no fast form: add its tokenizer.json to the folder.")
-        self._backend = backend
-        self._fast = backend.backend_tokenizer
+        own = isinstance(backend, tiktoken_tokenizer.TiktokenBackend)
+        self._backend: Backend = backend if own else _FastBackend(backend, name=name)
         self._config_end_token_ids = end_token_ids
         self.name = name
-        self.special_token_ids: frozenset[int] = frozenset(i for i, t in backend.added_tokens_decoder.items() if t.special)
+        self.special_token_ids: frozenset[int] = self._backend.special_token_ids
         """Ids that decoding with skip_special_tokens leaves out."""
 
     @classmethod
@@ -57,6 +85,10 @@ class Tokenizer:
         folder = Path(path)
         if not folder.is_dir():
             raise TokenizerError(f"no tokenizer at {str(folder)!r}: there is no such folder.")
+        name = f"the tokenizer in {str(folder)!r}"
+        if (folder / tiktoken_tokenizer.FILE_NAME).is_file() and not (folder / "tokenizer.json").is_file():
+            own = tiktoken_tokenizer.TiktokenBackend.from_dir(folder, chat_format=_chat_format(folder), chat_template=_chat_template(folder))
+            return cls(own, end_token_ids=_config_end_token_ids(folder), name=name)
         transformers_log = logging.getLogger("transformers")
         was_disabled, transformers_log.disabled = transformers_log.disabled, True  # its import warns that PyTorch is absent
         try:
@@ -68,34 +100,31 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError) as e:
             raise TokenizerError(
                 f"no usable tokenizer in {str(folder)!r}: {_one_line(e)}. The folder needs tokenizer.json and tokenizer_config.json; "
-                "python -m convert writes both.") from e
-        return cls(backend, end_token_ids=_config_end_token_ids(folder), name=f"the tokenizer in {str(folder)!r}")
+                "python -m convert writes both. Qwen v1's needs qwen.tiktoken.") from e
+        return cls(backend, end_token_ids=_config_end_token_ids(folder), name=name)
 
-    @functools.cached_property
+    @property
     def num_tokens(self) -> int:
         """One past the largest token id; a model's embedding may have more rows, which are padding."""
-        return max(self._backend.get_vocab().values(), default=-1) + 1
+        return self._backend.num_tokens
 
     @functools.cached_property
     def end_token_ids(self) -> frozenset[int]:
         """Ids that end a generation: what config, generation config, manifest and tokenizer name, and what closes a turn of a chat."""
-        ids = set(self._config_end_token_ids)
-        for token_id in (self._backend.eos_token_id, self._turn_end_token_id()):
-            if token_id is not None:
-                ids.add(int(token_id))
-        return frozenset(ids)
+        turn_end = self._turn_end_token_id()
+        return self._config_end_token_ids | self._backend.end_token_ids | (frozenset() if turn_end is None else {turn_end})
 
     @property
     def has_chat_template(self) -> bool:
-        return self._backend.chat_template is not None
+        return self._backend.has_chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; '' gives what the tokenizer puts round every text, often nothing."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        return self._backend.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, spaces left as the tokens have them; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
-        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode(token_ids, skip_special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation as the folder's chat template renders it.
@@ -108,10 +137,14 @@ class Tokenizer:
           TokenizerError: the folder has no chat template, or one with an error in it.
           RequestError: messages of another form, or ones that the template refuses.
         """
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        return self._chat(messages, lambda turns: self._backend.encode_chat(turns, add_generation_prompt))
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text that `apply_chat_template` encodes. Raises as it does."""
+        """The conversation as text. Raises as `apply_chat_template` does."""
+        return self._chat(messages, lambda turns: self._backend.render_chat(turns, add_generation_prompt))
+
+    def _chat[R](self, messages: Sequence[Message], render: Callable[[Sequence[Message]], R]) -> R:
+        """Checks the messages and renders them; names what a template finds wrong with them."""
         import jinja2
 
         if not self.has_chat_template:
@@ -119,8 +152,7 @@ class Tokenizer:
                                  "model's chat_template.jinja into the folder.")
         _check_messages(messages)
         try:
-            turns = [dict(m) for m in messages]
-            return self._backend.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tokenize=False)
+            return render([dict(m) for m in messages])
         except jinja2.TemplateSyntaxError as e:
             raise TokenizerError(f"{self.name} has a chat template with an error: {_one_line(e)}. Replace chat_template.jinja.") from e
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as e:
@@ -129,15 +161,12 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it; None for an id that is not in it."""
-        return self._fast.id_to_token(token_id) if token_id >= 0 else None
+        return self._backend.token(token_id)
 
-    @functools.cached_property
+    @property
     def decoder_types(self) -> frozenset[str]:
         """Names of the decoding steps, for example {'ByteLevel'} or {'Replace', 'ByteFallback', 'Fuse', 'Strip'}."""
-        if self._fast.decoder is None:
-            return frozenset()
-        spec = json.loads(self._fast.decoder.__getstate__())
-        return frozenset(step["type"] for step in spec.get("decoders", [spec]))
+        return self._backend.decoder_types
 
     @functools.cached_property
     def byte_table(self) -> ByteTable:
@@ -158,23 +187,104 @@ class Tokenizer:
         return None if found is None else names[found]
 
 
+class _FastBackend:
+    """A transformers tokenizer that runs on the `tokenizers` library."""
+
+    def __init__(self, backend: Any, *, name: str) -> None:
+        if getattr(backend, "backend_tokenizer", None) is None:
+            raise TokenizerError(f"{name} is a {type(backend).__name__}, which has no fast form: add its tokenizer.json to the folder.")
+        self._backend = backend
+        self._fast = backend.backend_tokenizer
+        self.special_token_ids: frozenset[int] = frozenset(i for i, t in backend.added_tokens_decoder.items() if t.special)
+        eos = backend.eos_token_id
+        self.end_token_ids: frozenset[int] = frozenset() if eos is None else frozenset({int(eos)})
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._backend.chat_template is not None
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return max(self._backend.get_vocab().values(), default=-1) + 1
+
+    @functools.cached_property
+    def decoder_types(self) -> frozenset[str]:
+        if self._fast.decoder is None:
+            return frozenset()
+        spec = json.loads(self._fast.decoder.__getstate__())
+        return frozenset(step["type"] for step in spec.get("decoders", [spec]))
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        return self._fast.id_to_token(token_id) if token_id >= 0 else None
+
+    def render_chat(self, turns: Sequence[Message], add_generation_prompt: bool) -> str:
+        return self._backend.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tokenize=False)
+
+    def encode_chat(self, turns: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        return self.encode(self.render_chat(turns, add_generation_prompt), add_special_tokens=False)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A JSON object of the folder; empty where the file is absent or holds something else."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise TokenizerError(f"{str(file)!r} is not JSON: {_one_line(e)}. Restore it from the model's source.") from e
+    return content if isinstance(content, dict) else {}
+
+
+def _chat_format(folder: Path) -> str:
+    """Qwen v1's chat format: "chatml" for a chat model; a folder that names none is a base model's, "raw"."""
+    for file_name in ("generation_config.json", "config.json"):
+        value = _read_object(folder / file_name).get("chat_format")
+        if value is not None:
+            return str(value)
+    return "raw"
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The Jinja template that a folder brings beside a tiktoken vocabulary, if any."""
+    file = folder / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8") if file.is_file() else _read_object(folder / "tokenizer_config.json").get("chat_template")
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"chat_template in {str(folder / 'tokenizer_config.json')!r} is a {type(template).__name__}, must be text.")
+    return template
+
+
 def _config_end_token_ids(folder: Path) -> frozenset[int]:
     """End tokens that the folder's JSON files name."""
     ids: set[int] = set()
     for file_name, key in _END_TOKEN_FILES:
-        file = folder / file_name
-        if not file.is_file():
-            continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as e:
-            raise TokenizerError(f"{str(file)!r} is not JSON: {_one_line(e)}. Restore it from the model's source.") from e
-        value = content.get(key) if isinstance(content, dict) else None
+        value = _read_object(folder / file_name).get(key)
         listed = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in listed):
-            raise TokenizerError(f"{key} = {value!r} in {str(file)!r}: must be a token id or a list of them.")
+        if not all(map(_is_token_id, listed)):
+            raise TokenizerError(f"{key} = {value!r} in {str(folder / file_name)!r}: must be a token id or a list of them.")
         ids.update(listed)
-    return frozenset(ids)
+    return frozenset(ids | _stop_word_ids(folder))
+
+
+def _stop_word_ids(folder: Path) -> set[int]:
+    """Single tokens among Qwen v1's stop_words_ids, each word of which is a list of ids."""
+    file = folder / "generation_config.json"
+    words = _read_object(file).get("stop_words_ids") or []
+    if not isinstance(words, list) or not all(isinstance(word, list) and word and all(map(_is_token_id, word)) for word in words):
+        raise TokenizerError(f"stop_words_ids = {words!r} in {str(file)!r}: must be a list of lists of token ids.")
+    longer = [word for word in words if len(word) > 1]
+    if longer:
+        logger.warning("%s: stop_words_ids of several tokens are not end tokens: %s. Give their text as `stop`.", file, longer)
+    return {word[0] for word in words if len(word) == 1}
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.layers.linear import Linear
-from jaxinfer.layers.rotary import rotate
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rotary import RotaryAngles, rotate
 from jaxinfer.state import KVCache
 from pallas_kernels import ragged_paged_attention, write_kv_pages
 
@@ -61,7 +62,7 @@ class PagedContext:
         return out, dataclasses.replace(self, cache=cache)
 
     def token_prompt_lens(self, num_tokens: int) -> jax.Array:
-        rows = jnp.searchsorted(self.cu_q_lens[1:], jnp.arange(num_tokens, dtype=jnp.int32), side="right")
+        rows = jnp.searchsorted(self.cu_q_lens[1:], jnp.arange(num_tokens, dtype=jnp.int32), side="right", method="compare_all")
         return jnp.take(self.prompt_lens, rows, mode="clip")
 
 
@@ -103,25 +104,38 @@ def _replaced(arrays: tuple[jax.Array, ...], index: int, new: jax.Array) -> tupl
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; q, k and v are one weight [D, K, G + 2, H]: each KV head's G query heads, its key, its value."""
+    """Grouped-query attention; q, k and v are one weight [D, K, G + 2, H]: each KV head's G query heads, its key, its value.
+
+    With `stacked_qkv`, for K = N, the weight is [D, 3, N, H]: all queries, all keys, all values.
+    """
 
     def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, sliding_window: int | None, qkv_bias: bool,
-                 output_bias: bool, dtype: jnp.dtype):
+                 output_bias: bool, qk_norm_eps: float | None, stacked_qkv: bool, dtype: jnp.dtype):
         group = num_heads // num_kv_heads
-        self.qkv = Linear(dim, (num_kv_heads, group + 2, head_dim), axes=(None, "kv_heads", None, None), bias=qkv_bias, dtype=dtype)
+        shape: tuple[int, ...] = (3, num_heads, head_dim) if stacked_qkv else (num_kv_heads, group + 2, head_dim)
+        axes = (None, None, "kv_heads", None) if stacked_qkv else (None, "kv_heads", None, None)
+        self.qkv = Linear(dim, shape, axes=axes, bias=qkv_bias, dtype=dtype)
+        self.query_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
+        self.key_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         self.output = Linear(num_heads * head_dim, (dim,), axes=("heads", None), bias=output_bias, dtype=dtype)
         self.sliding_window = sliding_window
+        self.stacked_qkv = stacked_qkv
 
     @jax.named_scope("attention")
-    def __call__[C: AttentionContext](self, layer: int, x: jax.Array, angles: tuple[jax.Array, jax.Array],
-                                      context: C) -> tuple[jax.Array, C]:
-        """x [T, D], angles (cos, sin) each [T, H // 2] -> ([T, D], context)."""
-        with jax.named_scope("qkv"):
-            qkv = self.qkv(x)  # [T, K, G + 2, H]
-        tokens, _, _, head_dim = qkv.shape
-        q = rotate(qkv[:, :, :-2].reshape(tokens, -1, head_dim), *angles)  # [T, N, H]
-        k = rotate(qkv[:, :, -2], *angles)  # [T, K, H]
-        v = qkv[:, :, -1]
-        out, context = context.attend(layer, q, k, v, scale=head_dim**-0.5, sliding_window=self.sliding_window)
+    def __call__[C: AttentionContext](self, layer: int, x: jax.Array, angles: RotaryAngles, context: C) -> tuple[jax.Array, C]:
+        """x [T, D] -> ([T, D], context)."""
+        q, k, v = self._project(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = rotate(q, *angles.query), rotate(k, *angles.key)
+        out, context = context.attend(layer, q, k, v, scale=q.shape[-1]**-0.5, sliding_window=self.sliding_window)
         with jax.named_scope("output"):
-            return self.output(out.astype(x.dtype).reshape(tokens, -1)), context
+            return self.output(out.astype(x.dtype).reshape(x.shape[0], -1)), context
+
+    @jax.named_scope("qkv")
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [T, D] -> q [T, N, H], k and v [T, K, H]."""
+        qkv = self.qkv(x)
+        if self.stacked_qkv:
+            return qkv[:, 0], qkv[:, 1], qkv[:, 2]
+        return qkv[:, :, :-2].reshape(x.shape[0], -1, qkv.shape[-1]), qkv[:, :, -2], qkv[:, :, -1]

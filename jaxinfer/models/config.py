@@ -7,6 +7,7 @@ with its name and value. Nothing is inferred from file names, and nothing here r
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.errors import UnsupportedModelError
@@ -38,6 +39,12 @@ class ModelConfig:
     norm_eps: float
     """Added to the mean square in every RMSNorm."""
     rope: RopeConfig
+    logn_len: int | None
+    """Queries past this many tokens are scaled by log(position) / log(this); None is never. See layers/rotary.py."""
+    qk_norm: bool
+    """Whether every query and key head goes through an RMSNorm of its own weights before it is rotated."""
+    stacked_qkv: bool
+    """The qkv weight is [D, 3, N, H], all queries, then all keys, then all values, instead of [D, K, G + 2, H]; needs K = N."""
     qkv_bias: bool
     output_bias: bool
     """Whether attention's output projection has a bias."""
@@ -54,6 +61,8 @@ class ModelConfig:
             _require(isinstance(value, int) and value >= 1, name, value, "an integer >= 1")
         _require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, f"a divisor of {self.num_heads} heads")
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for the rotary embedding")
+        _require(self.logn_len is None or self.logn_len > 1, "logn_len", self.logn_len, "an integer > 1 or None")
+        assert not self.stacked_qkv or self.num_kv_heads == self.num_heads, "stacked_qkv has as many keys as queries"
         _require(_is_positive(self.norm_eps), "norm_eps", self.norm_eps, "a finite number > 0")
         _require(all(w is None or w >= 1 for w in self.sliding_windows), "sliding_windows", self.sliding_windows, "integers >= 1 or None")
         assert len(self.sliding_windows) == self.num_layers, (len(self.sliding_windows), self.num_layers)
@@ -89,10 +98,25 @@ MAX_LAYERS = 1024
 class ConfigReader:
     """Hands out a config's attributes and, at the end, refuses those that nobody asked for."""
 
-    def __init__(self, hf_config: Mapping[str, Any], *, architecture: str, model_type: str):
+    def __init__(self, hf_config: Mapping[str, Any], *, architecture: str, model_type: str,
+                 aliases: Mapping[str, str] = MappingProxyType({}), ignored: frozenset[str] = frozenset()):
+        """Starts reading a config.
+
+        Args:
+          hf_config: the contents of config.json.
+          architecture: named in messages.
+          model_type: the only one accepted.
+          aliases: older spellings of attributes -> the spelling that the family asks for.
+          ignored: attributes that change nothing in this family, beside those that never do.
+        """
         self.architecture = architecture
         self._attributes = dict(hf_config)
-        self._left = set(hf_config) - IGNORED
+        for old, new in aliases.items():
+            value = self._attributes.pop(old, None)
+            if value is not None and self._attributes.setdefault(new, value) != value:
+                raise UnsupportedModelError(f"the {architecture} config gives {old} = {value!r} and {new} = {self._attributes[new]!r}, "
+                                            "which are two spellings of one thing: remove the wrong one.")
+        self._left = set(self._attributes) - IGNORED - ignored
         self.fixed("model_type", model_type)
 
     def required(self, name: str, kind: type) -> Any:
@@ -120,11 +144,12 @@ class ConfigReader:
         if name in self._attributes and not _among(self._attributes[name], accepted):
             raise self.unsupported(name, f"only {' or '.join(map(repr, accepted))} is implemented")
 
-    def rope(self, *, default_theta: float | None) -> RopeConfig:
+    def rope(self, *, default_theta: float | None, max_position_embeddings: int) -> RopeConfig:
         """The rotary embedding, in any of its spellings: rope_theta with rope_scaling, or rope_parameters.
 
         Args:
           default_theta: the family's base where the config gives none; None makes it required.
+          max_position_embeddings: the config's, which some kinds take for the length that was trained.
         """
         settings: dict[str, Any] = {}
         for source in ("rope_scaling", "rope_parameters"):
@@ -141,23 +166,33 @@ class ConfigReader:
         if not _is_positive(theta):
             raise UnsupportedModelError(f"rope_theta = {theta!r} in the {self.architecture} config: must be a finite number > 0.")
         kind = settings.pop("rope_type", "default")
-        if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        known = [name for name, row in ROPE_KINDS.items() if row.in_configs]
+        if not isinstance(kind, str) or kind not in known:
             raise UnsupportedModelError(f"rope kind {kind!r} of the {self.architecture} config is not implemented; known kinds: "
-                                        f"{', '.join(ROPE_KINDS)}. Running it unscaled would give wrong text.")
-        self._check_rope_settings(kind, settings)
-        return RopeConfig(kind=kind, theta=float(theta), parameters=tuple(sorted((k, float(v)) for k, v in settings.items())))
-
-    def _check_rope_settings(self, kind: str, settings: dict[str, Any]) -> None:
+                                        f"{', '.join(known)}. Running it unscaled would give wrong text.")
         if _among(settings.get("partial_rotary_factor"), (1.0,)):
             del settings["partial_rotary_factor"]
-        for name in ROPE_KINDS[kind].required:
-            if not _is_positive(settings.get(name)):
+        parameters = self._rope_parameters(kind, settings, max_position_embeddings)
+        return RopeConfig(kind=kind, theta=float(theta), parameters=tuple(sorted(parameters.items())))
+
+    def _rope_parameters(self, kind: str, settings: dict[str, Any], max_position_embeddings: int) -> dict[str, float]:
+        """A kind's settings, those that the config leaves out filled in."""
+        row = ROPE_KINDS[kind]
+        given = {name: value for name, value in settings.items() if value is not None}
+        for name in given:
+            if name not in row.required and name not in row.optional:
+                raise UnsupportedModelError(f"rope setting {name!r} = {given[name]!r} of the {self.architecture} config is not implemented "
+                                            f"for kind {kind!r}; known: {', '.join([*row.required, *row.optional]) or 'none'}.")
+        if row.reads_max_len:
+            given.setdefault("original_max_position_embeddings", max_position_embeddings)
+        values = {**{name: value for name, value in row.optional.items() if value is not None}, **given}
+        for name in {*row.required, *values}:
+            if name == "truncate" and isinstance(values[name], bool):
+                continue
+            if not _is_positive(values.get(name)):
                 raise UnsupportedModelError(f"rope kind {kind!r} of the {self.architecture} config needs a finite number > 0 as {name!r}, "
-                                            f"found {settings.get(name)!r}.")
-        for name in settings:
-            if name not in ROPE_KINDS[kind].required:
-                raise UnsupportedModelError(f"rope setting {name!r} = {settings[name]!r} of the {self.architecture} config is not "
-                                            f"implemented for kind {kind!r}; known: {', '.join(ROPE_KINDS[kind].required) or 'none'}.")
+                                            f"found {values.get(name)!r}.")
+        return {name: float(value) for name, value in values.items()}
 
     def finish(self) -> None:
         """Refuses whatever was not read.
@@ -175,6 +210,23 @@ class ConfigReader:
     def unsupported(self, name: str, reason: str) -> UnsupportedModelError:
         """The error for an attribute whose value cannot be used."""
         return UnsupportedModelError(f"{name} = {self._attributes.get(name)!r} in the {self.architecture} config: {reason}.")
+
+
+def read_max_len(reader: ConfigReader, *, default_theta: float | None) -> tuple[RopeConfig, int]:
+    """The rotary embedding, and the tokens that the model was made for, stretched where it stretches them.
+
+    Args:
+      reader: of the config.
+      default_theta: as `ConfigReader.rope` has it.
+    """
+    stated = reader.required("max_position_embeddings", int)
+    if not 1 <= stated < 2**31:
+        raise reader.unsupported("max_position_embeddings", "an integer >= 1 that int32 holds is needed")
+    rope = reader.rope(default_theta=default_theta, max_position_embeddings=stated)
+    max_len = ROPE_KINDS[rope.kind].max_len(rope, stated)
+    if not 1 <= max_len < 2**31:
+        raise reader.unsupported("max_position_embeddings", f"its rotary embedding makes it {max_len}, which int32 must hold")
+    return rope, max_len
 
 
 def read_num_layers(reader: ConfigReader) -> int:

@@ -8,7 +8,7 @@ from jaxinfer.layers.attention import Attention, AttentionContext
 from jaxinfer.layers.embedding import Embedding
 from jaxinfer.layers.mlp import SwiGLU
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rotary import rotary_angles
+from jaxinfer.layers.rotary import RotaryAngles, rotary_angles
 from jaxinfer.models.config import ModelConfig
 
 
@@ -19,13 +19,14 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
         self.attention = Attention(
             config.dim, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            sliding_window=config.sliding_windows[index], qkv_bias=config.qkv_bias, output_bias=config.output_bias, dtype=dtype)
+            sliding_window=config.sliding_windows[index], qkv_bias=config.qkv_bias, output_bias=config.output_bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None, stacked_qkv=config.stacked_qkv, dtype=dtype)
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
         self.mlp = SwiGLU(config.dim, config.mlp_dim, dtype=dtype)
         self.index = index
 
-    def __call__[C: AttentionContext](self, x: jax.Array, angles: tuple[jax.Array, jax.Array], context: C) -> tuple[jax.Array, C]:
-        """x [T, D], angles (cos, sin) each [T, H // 2] -> ([T, D], context)."""
+    def __call__[C: AttentionContext](self, x: jax.Array, angles: RotaryAngles, context: C) -> tuple[jax.Array, C]:
+        """x [T, D] -> ([T, D], context)."""
         attended, context = self.attention(self.index, self.attention_norm(x), angles, context)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), context
@@ -53,7 +54,8 @@ class Decoder(nnx.Module):
           (hidden [T, D] after the final norm, the context with the new keys and values).
         """
         x = self.embedding(token_ids)
-        angles = rotary_angles(self.config.rope, positions, self.config.head_dim)
+        angles = rotary_angles(self.config.rope, positions, context.token_prompt_lens(token_ids.shape[0]),
+                               head_dim=self.config.head_dim, logn_len=self.config.logn_len)
         for layer in self.layers:
             with jax.named_scope(f"layer_{layer.index}"):
                 x, context = layer(x, angles, context)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.models.config import ConfigReader, ModelConfig, read_head_dim, read_num_layers
+from jaxinfer.models.config import ConfigReader, ModelConfig, read_head_dim, read_max_len, read_num_layers
 from jaxinfer.models.decoder import Decoder
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -24,6 +24,7 @@ def read_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     reader.fixed("mlp_bias", False)
     dim, num_heads = reader.required("hidden_size", int), reader.required("num_attention_heads", int)
     num_layers = read_num_layers(reader)
+    rope, max_len = read_max_len(reader, default_theta=10000.0)  # the first Llama configs do not state it
     bias = reader.optional("attention_bias", bool, False)
     config = ModelConfig(
         architecture=ARCHITECTURE,
@@ -35,11 +36,14 @@ def read_config(hf_config: Mapping[str, Any]) -> ModelConfig:
         head_dim=read_head_dim(reader, dim=dim, num_heads=num_heads),
         mlp_dim=reader.required("intermediate_size", int),
         norm_eps=reader.required("rms_norm_eps", float),
-        rope=reader.rope(default_theta=10000.0),  # the first Llama configs do not state it
+        rope=rope,
+        logn_len=None,
+        qk_norm=False,
+        stacked_qkv=False,
         qkv_bias=bias,
         output_bias=bias,
         tie_embeddings=reader.optional("tie_word_embeddings", bool, False),
-        max_position_embeddings=reader.required("max_position_embeddings", int),
+        max_position_embeddings=max_len,
         sliding_windows=(None,) * num_layers,
     )
     reader.finish()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.models.config import ConfigReader, ModelConfig, read_head_dim, read_num_layers
+from jaxinfer.models.config import ConfigReader, ModelConfig, read_head_dim, read_max_len, read_num_layers
 from jaxinfer.models.decoder import Decoder
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -24,6 +24,7 @@ def read_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     reader.fixed("use_mrope", False)
     dim, num_heads = reader.required("hidden_size", int), reader.required("num_attention_heads", int)
     num_layers = read_num_layers(reader)
+    rope, max_len = read_max_len(reader, default_theta=None)
     config = ModelConfig(
         architecture=ARCHITECTURE,
         vocab_size=reader.required("vocab_size", int),
@@ -34,18 +35,21 @@ def read_config(hf_config: Mapping[str, Any]) -> ModelConfig:
         head_dim=read_head_dim(reader, dim=dim, num_heads=num_heads),
         mlp_dim=reader.required("intermediate_size", int),
         norm_eps=reader.required("rms_norm_eps", float),
-        rope=reader.rope(default_theta=None),
+        rope=rope,
+        logn_len=None,
+        qk_norm=False,
+        stacked_qkv=False,
         qkv_bias=True,
         output_bias=False,
         tie_embeddings=reader.optional("tie_word_embeddings", bool, False),
-        max_position_embeddings=reader.required("max_position_embeddings", int),
-        sliding_windows=_read_sliding_windows(reader, num_layers),
+        max_position_embeddings=max_len,
+        sliding_windows=read_sliding_windows(reader, num_layers),
     )
     reader.finish()
     return config
 
 
-def _read_sliding_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+def read_sliding_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """`layer_types` decide where they are given; otherwise layers from `max_window_layers` on slide, if any does."""
     enabled = reader.optional("use_sliding_window", bool, False)
     window = reader.optional("sliding_window", int, None)

@@ -9,13 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.errors import UnsupportedModelError
-from jaxinfer.models import llama, qwen2
+from jaxinfer.models import llama, mistral, qwen1, qwen2, qwen3
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.decoder import Decoder
 
 MODELS: dict[str, tuple[Callable[[Mapping[str, Any]], ModelConfig], type[Decoder]]] = {
     llama.ARCHITECTURE: (llama.read_config, llama.Llama),
+    mistral.ARCHITECTURE: (mistral.read_config, mistral.Mistral),
+    qwen1.ARCHITECTURE: (qwen1.read_config, qwen1.Qwen1),
     qwen2.ARCHITECTURE: (qwen2.read_config, qwen2.Qwen2),
+    qwen3.ARCHITECTURE: (qwen3.read_config, qwen3.Qwen3),
 }
 
 

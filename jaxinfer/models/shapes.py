@@ -1,6 +1,6 @@
 """Named model shapes for benchmarks and memory plans. Published configs, written out; no weights and no files."""
 
-from jaxinfer.models import llama, qwen2
+from jaxinfer.models import llama, qwen1, qwen2
 from jaxinfer.models.config import ModelConfig, RopeConfig
 
 
@@ -9,8 +9,8 @@ def _qwen2(*, vocab_size: int, num_layers: int, dim: int, num_heads: int, num_kv
     return ModelConfig(
         architecture=qwen2.ARCHITECTURE, vocab_size=vocab_size, num_layers=num_layers, dim=dim, num_heads=num_heads,
         num_kv_heads=num_kv_heads, head_dim=head_dim, mlp_dim=mlp_dim, norm_eps=1e-6,
-        rope=RopeConfig(kind="default", theta=1e6), qkv_bias=True, output_bias=False, tie_embeddings=tie_embeddings,
-        max_position_embeddings=max_position_embeddings, sliding_windows=(None,) * num_layers)
+        rope=RopeConfig(kind="default", theta=1e6), logn_len=None, qk_norm=False, stacked_qkv=False, qkv_bias=True, output_bias=False,
+        tie_embeddings=tie_embeddings, max_position_embeddings=max_position_embeddings, sliding_windows=(None,) * num_layers)
 
 
 SHAPES: dict[str, ModelConfig] = {
@@ -20,14 +20,20 @@ SHAPES: dict[str, ModelConfig] = {
     # The size of Qwen-7B, every head with its own keys and values, in the Qwen2 architecture.
     "M": _qwen2(vocab_size=151936, num_layers=32, dim=4096, num_heads=32, num_kv_heads=32, head_dim=128, mlp_dim=11008,
                 tie_embeddings=False, max_position_embeddings=32768),
+    # Qwen-7B itself: logn attention, dynamic NTK.
+    "qwen1-7b": ModelConfig(
+        architecture=qwen1.ARCHITECTURE, vocab_size=151936, num_layers=32, dim=4096, num_heads=32, num_kv_heads=32, head_dim=128,
+        mlp_dim=11008, norm_eps=1e-6, rope=RopeConfig(kind="qwen_ntk", theta=1e4, parameters=(("seq_length", 8192.0),)), logn_len=8192,
+        qk_norm=False, stacked_qkv=True, qkv_bias=True, output_bias=False, tie_embeddings=False, max_position_embeddings=32768,
+        sliding_windows=(None,) * 32),
     # Qwen2.5-0.5B.
     "Q0.5": _qwen2(vocab_size=151936, num_layers=24, dim=896, num_heads=14, num_kv_heads=2, head_dim=64, mlp_dim=4864,
                    tie_embeddings=True, max_position_embeddings=32768),
     # SmolLM2-135M.
     "smollm2": ModelConfig(
         architecture=llama.ARCHITECTURE, vocab_size=49152, num_layers=30, dim=576, num_heads=9, num_kv_heads=3, head_dim=64,
-        mlp_dim=1536, norm_eps=1e-5, rope=RopeConfig(kind="default", theta=1e5), qkv_bias=False, output_bias=False,
-        tie_embeddings=True, max_position_embeddings=8192, sliding_windows=(None,) * 30),
+        mlp_dim=1536, norm_eps=1e-5, rope=RopeConfig(kind="default", theta=1e5), logn_len=None, qk_norm=False,
+        stacked_qkv=False, qkv_bias=False, output_bias=False, tie_embeddings=True, max_position_embeddings=8192, sliding_windows=(None,) * 30),
     # For tests: compiles in a second or two.
     "tiny": _qwen2(vocab_size=256, num_layers=2, dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128,
                    tie_embeddings=True, max_position_embeddings=512),
