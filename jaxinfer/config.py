@@ -39,9 +39,22 @@ class EngineConfig:
 
     max_num_seqs: int | None = setting(None, "Sequences that run together at most.")
     max_num_batched_tokens: int | None = setting(None, "Tokens in one step at most; longer prompts are prefilled in chunks.")
-    scheduling_policy: str = setting("fcfs", "Order in which waiting requests are admitted.")
+    scheduling_policy: str = setting(
+        "fcfs", "Order in which waiting requests are admitted: fcfs, priority, preemptive, shortest_prompt, longest_cached_prefix or "
+        "a registered one.")
+    length_buckets: tuple[int, ...] | None = setting(
+        (64, 128, 256, 512, 1024, 2048, 4096, 8192),
+        "Longest prompts of the queues in which requests wait, so that short ones do not wait behind long ones; none: one queue.")
+    length_bucket_caps: tuple[int, ...] | None = setting(
+        None, "Requests of each length bucket in prefill at once, one number an edge; default: enough to fill a step.")
+    long_prefill_share: float = setting(
+        0.5, "Part of a step's prefill tokens that the oldest prompt may take while shorter ones wait.")
+    preemption_grace_tokens: int = setting(
+        64, "Tokens for which a preempted request must find room beyond its own, and for which it is then spared.")
     token_buckets: tuple[int, ...] | None = setting(None, "Token counts that prefill steps are padded to.")
     batch_buckets: tuple[int, ...] | None = setting(None, "Row counts that decode steps are padded to.")
+
+    max_logprobs: int = setting(20, "Likeliest tokens for which a request can ask log-probabilities, at most.")
 
     compilation_cache_dir: str | None = setting(
         "~/.cache/jaxinfer/xla", "Folder of jax's persistent compilation cache, where the process has set none; None leaves it off.")
@@ -59,6 +72,15 @@ class EngineConfig:
             _require(value is None or (isinstance(value, int) and value >= least), name, value, f"an integer >= {least}")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+        _require(isinstance(self.max_logprobs, int) and 1 <= self.max_logprobs <= 128, "max_logprobs", self.max_logprobs,
+                 "an integer in [1, 128]")
+        _require(0 < self.long_prefill_share <= 1, "long_prefill_share", self.long_prefill_share, "in (0, 1]")
+        _require(self.preemption_grace_tokens >= 0, "preemption_grace_tokens", self.preemption_grace_tokens, "an integer >= 0")
+        edges, caps = self.length_buckets or (), self.length_bucket_caps
+        _require(list(edges) == sorted(set(edges)) and min(edges, default=1) >= 1, "length_buckets", edges,
+                 "a strictly increasing list of integers >= 1, or empty")
+        _require(caps is None or (len(caps) == len(edges) and min(caps, default=1) >= 1), "length_bucket_caps", caps,
+                 f"one integer >= 1 for each of the {len(edges)} length_buckets")
         for name in ("token_buckets", "batch_buckets"):
             value = getattr(self, name)
             _require(value is None or (len(value) > 0 and list(value) == sorted(set(value)) and value[0] >= 1), name, value,

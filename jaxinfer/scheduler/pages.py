@@ -110,6 +110,11 @@ class PageAllocator:
         """The page as a page-table entry that holds `filled` tokens."""
         return PageEntry(page=page, filled=filled, status=self.status(page), owners=self._owners[page])
 
+    def num_exclusive(self, pages: Sequence[int]) -> int:
+        """How many of these pages have one owner: what their owner's leaving would set free."""
+        owners = self._owners
+        return sum(owners[page] == 1 for page in pages)
+
     # Owners.
 
     def allocate(self, n: int) -> list[int] | PageShortage:
@@ -184,6 +189,14 @@ class PageAllocator:
             assert self._owners[page] >= 0, f"page {page} has {self._owners[page]} owners"
             assert (page in free) == (status is PageStatus.FREE), f"page {page} is {status} and free list says {page in free}"
             assert (page in self._cached) == (status is PageStatus.CACHED), f"page {page} is {status} and LRU says {page in self._cached}"
+
+    def free_pages(self) -> tuple[int, ...]:
+        """Pages that nobody owns and that hold nothing worth keeping."""
+        return tuple(self._free)
+
+    def cached_pages(self) -> tuple[int, ...]:
+        """Unowned pages that the prefix cache can still use, the one used longest ago first."""
+        return tuple(self._cached)
 
     def retained_pages(self) -> set[int]:
         """Pages that the prefix cache vouches for, owned or not."""

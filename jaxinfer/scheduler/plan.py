@@ -10,6 +10,8 @@ from jaxinfer.request import Request
 
 PageUpdate = tuple[int, int, int]
 """(slot, entry, page): a write to the device's page table."""
+PageCopy = tuple[int, int]
+"""(source, destination)."""
 
 
 class ScheduledRow(NamedTuple):
@@ -53,6 +55,9 @@ class SchedulePlan:
     """Tokens of the prefill chunks."""
     preempted: tuple[str, ...]
     """Ids of requests that lost their pages for this step's sake, or since the plan before."""
+    page_copies: tuple[PageCopy, ...] = ()
+    """Pages to be copied over all layers after the steps before and before this one writes. All sources are read first, or
+    one copy after the other in this order: both are right. Empty unless the prefix cache was made with enable_page_copies."""
 
     @property
     def is_decode_only(self) -> bool:
@@ -76,6 +81,8 @@ class SchedulerStats:
     """Of those, tokens taken from the prefix cache."""
     num_recomputed_tokens: int
     """Tokens that preempted requests must compute again: what the prefix cache kept for them is not counted."""
+    num_expired: int = 0
+    """Requests ended at their deadline."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -87,5 +94,6 @@ class Draft:
     decodes: list[ScheduledRow] = dataclasses.field(default_factory=list)
     prefills: list[ScheduledRow] = dataclasses.field(default_factory=list)
     updates: list[PageUpdate] = dataclasses.field(default_factory=list)
-    scheduled: set[str] = dataclasses.field(default_factory=set)
-    """Ids of the requests that have a row."""
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    kept: set[str] = dataclasses.field(default_factory=set)
+    """Ids of the requests that do not give way in this plan: they have a row, or were admitted by it."""

@@ -8,22 +8,31 @@ from collections import Counter
 
 from jaxinfer.request import Request, RequestStatus
 from jaxinfer.scheduler.pages import PageAllocator, PageEntry, PageShortage
-from jaxinfer.scheduler.plan import PageUpdate
+from jaxinfer.scheduler.plan import PageCopy, PageUpdate
+from jaxinfer.scheduler.policies import Policy
 from jaxinfer.scheduler.prefix_cache import PrefixCache, PrefixHit
 
 
 class RunningSet:
-    """Running requests in order of admission.
+    """Running requests by rank: in order of admission, or of the policy's keys where it lets requests interrupt others.
 
     Args:
       max_num_seqs: slots; numbered from 0.
       pages: the pool that the requests' pages come from.
       prefix_cache: told when a request gives up its pages.
+      policy: which requests give way first.
+      grace_tokens: tokens for which a request admitted again is spared, while there are others.
+      cost_aware: of those that may give way, the one that loses least; False: the last one.
     """
 
-    def __init__(self, *, max_num_seqs: int, pages: PageAllocator, prefix_cache: PrefixCache) -> None:
+    def __init__(self, *, max_num_seqs: int, pages: PageAllocator, prefix_cache: PrefixCache, policy: Policy, grace_tokens: int,
+                 cost_aware: bool) -> None:
         self.requests: dict[str, Request] = {}
-        """By request id, the first admitted first. Changed by start() and release() only."""
+        """By request id, the first in rank first. Changed by start() and release() only."""
+        self._policy = policy
+        self._grace_tokens = grace_tokens
+        self._cost_aware = cost_aware
+        self._spared_until: dict[str, int] = {}  # known tokens at which a request admitted again may give way like others
         self._max_num_seqs = max_num_seqs
         self._pages = pages
         self._prefix_cache = prefix_cache
@@ -36,15 +45,29 @@ class RunningSet:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def start(self, request: Request, hit: PrefixHit) -> list[PageUpdate]:
-        """Gives a waiting request a slot, and the pages that the prefix cache has for it."""
+    def in_prefill(self) -> list[Request]:
+        """Running requests that have several tokens left to compute, by rank."""
+        return [r for r in self.requests.values() if r.num_tokens + r.num_in_flight - r.num_computed_tokens > 1]
+
+    def start(self, request: Request, hit: PrefixHit) -> tuple[list[PageUpdate], list[PageCopy]]:
+        """Gives a waiting request a slot, and the pages that the prefix cache has for it; one page must be free for a copy."""
         assert request.status is RequestStatus.WAITING and request.slot is None and not request.pages, request.request_id
         self._pages.share(hit.pages)
         slot = self._free_slots.pop()
         request.status, request.slot = RequestStatus.RUNNING, slot
         request.pages, request.num_computed_tokens = list(hit.pages), hit.num_tokens
         self.requests[request.request_id] = request
-        return [(slot, entry, page) for entry, page in enumerate(hit.pages)]
+        if self._policy.interrupts:
+            self.requests = dict(sorted(self.requests.items(), key=lambda item: self._policy.key(item[1], 0.0)))
+        if request.num_preemptions:
+            self._spared_until[request.request_id] = request.num_tokens + self._grace_tokens
+        copies: list[PageCopy] = []
+        if hit.copy_from is not None:
+            granted = self._pages.allocate(1)
+            assert isinstance(granted, list), "room for the copy was not checked"
+            request.pages += granted
+            copies = [(hit.copy_from, page) for page in granted if page != hit.copy_from]
+        return [(slot, entry, page) for entry, page in enumerate(request.pages)], copies
 
     def extend(self, request: Request, num_pages: int) -> list[PageUpdate] | PageShortage:
         """Adds num_pages pages to a running request, or says what is free and changes nothing."""
@@ -60,19 +83,37 @@ class RunningSet:
         """Takes slot and pages from a running request, which then stands at `status`."""
         assert request.slot is not None, request.request_id
         del self.requests[request.request_id]
+        self._spared_until.pop(request.request_id, None)
         self._prefix_cache.release(request)
         self._pages.release(request.pages)
         self._free_slots.append(request.slot)
         request.status, request.slot, request.pages = status, None, []
 
-    def latest_except(self, scheduled: set[str], *, after: Request) -> Request | None:
-        """The request admitted last among those admitted later than `after` whose id is not in `scheduled`."""
+    def victim(self, kept: set[str], *, after: Request) -> Request | None:
+        """Who gives way to `after`: of those behind it in rank whose id is not in `kept`, the first by sacrifice()."""
+        behind = []
         for request in reversed(self.requests.values()):
             if request is after:
-                return None
-            if request.request_id not in scheduled:
-                return request
-        return None
+                break
+            if request.request_id not in kept:
+                behind.append(request)
+        return min(behind, key=self.sacrifice, default=None) if self._cost_aware else next(iter(behind), None)
+
+    def outranked(self, request: Request) -> list[Request]:
+        """The running requests that a waiting one may interrupt, those that give way first first."""
+        key = self._policy.key(request, 0.0)
+        behind = [r for r in reversed(self.requests.values()) if r.priority > request.priority and self._policy.key(r, 0.0) > key]
+        return sorted(behind, key=self.sacrifice)
+
+    def sacrifice(self, request: Request) -> tuple[int, bool, bool, int]:
+        """Sort key of those who may give way: class, whether anything is gained, whether it just came back, tokens lost.
+
+        Lost are the tokens in pages that nobody else holds: the pool is empty, so these pages are what others will write.
+        """
+        num_exclusive = self._pages.num_exclusive(request.pages)
+        num_lost = request.num_computed_tokens - (len(request.pages) - num_exclusive) * self._pages.page_size
+        spared = request.num_tokens + request.num_in_flight < self._spared_until.get(request.request_id, 0)
+        return -request.priority if self._policy.uses_priority else 0, num_exclusive == 0, spared, num_lost
 
     def page_entries(self, request: Request) -> list[PageEntry]:
         """A request's page table."""
@@ -86,6 +127,7 @@ class RunningSet:
         owners = Counter(page for request in self.requests.values() for page in request.pages)
         for page in range(self._pages.num_pages):
             assert self._pages.owners(page) == owners[page], f"page {page} counts {self._pages.owners(page)} owners, has {owners[page]}"
+        assert self._spared_until.keys() <= self.requests.keys(), "a request that does not run is spared"
         for request in self.requests.values():
             assert request.status is RequestStatus.RUNNING and len(set(request.pages)) == len(request.pages), request
             assert len(request.pages) == self._pages.num_pages_for(request.num_computed_tokens), request

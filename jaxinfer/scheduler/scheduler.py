@@ -11,18 +11,22 @@ Asynchronous stepping needs no special case, only arithmetic. Tokens of a reques
 A request decodes when exactly one token is left to compute; its input is on the device alone when that token is in flight.
 """
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.request import FinishReason, Request, RequestStatus
-from jaxinfer.scheduler.admission import refuse_what_never_fits
-from jaxinfer.scheduler.pages import PageAllocator, PageEntry, PageShortage
+from jaxinfer.scheduler.admission import Admission, refuse_what_never_fits
+from jaxinfer.scheduler.buckets import LengthBuckets
+from jaxinfer.scheduler.filling import StepFiller
+from jaxinfer.scheduler.pages import PageAllocator, PageEntry
 from jaxinfer.scheduler.plan import Draft, ScheduledRow, SchedulePlan, SchedulerStats
-from jaxinfer.scheduler.policies import WaitingQueue, find_policy
-from jaxinfer.scheduler.prefix_cache import PrefixCache, PrefixHit
+from jaxinfer.scheduler.policies import find_policy
+from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.running import RunningSet
+from jaxinfer.scheduler.waiting import WaitingQueue
 
 __all__ = ["SchedulePlan", "ScheduledRow", "Scheduler", "SchedulerStats"]
 
@@ -30,10 +34,10 @@ __all__ = ["SchedulePlan", "ScheduledRow", "Scheduler", "SchedulerStats"]
 class Scheduler:
     """Turns requests into plans, and sampled tokens into the requests' progress.
 
-    Running requests come first, oldest admission first: one token for each that decodes, then chunks of those still in
-    prefill, then admissions in the policy's order, all within the token budget. Pages are taken when a row needs them;
-    when none is left, requests admitted later give theirs up (latest first), never those admitted earlier: the latest
-    waits instead. So the oldest always goes on, and any single request fits by itself: every request ends.
+    Running requests come first, by rank (oldest admission first): one token for each that decodes. Then requests are
+    admitted in the policy's order, and what is left of the token budget goes to chunks of those in prefill. Pages are taken
+    when a row needs them; when none is left, requests behind in rank give theirs up, never those before: the last waits
+    instead. So the first always goes on, and any single request fits by itself: every request ends.
 
     Args:
       max_num_seqs: requests that run together at most; slots are 0 .. max_num_seqs-1.
@@ -43,6 +47,12 @@ class Scheduler:
       prefix_cache: a cache on the same pool, or NullPrefixCache.
       policy: name in POLICIES.
       max_prefill_rows: prefill chunks in one plan at most; None: no limit of its own.
+      length_buckets: edges of buckets by length that queue apart (LengthBuckets); None or (): all in one queue.
+      length_bucket_caps: requests of each bucket in prefill at once; None: enough to fill a step.
+      long_prefill_share: part of a step's prefill tokens that the oldest prefill may have while shorter ones want some; in (0, 1].
+      preemption_grace_tokens: tokens for which a preempted request must find room beyond its own before it is admitted again, and
+        for which it is then spared while others can give way; >= 0.
+      cost_aware_preemption: who gives way loses the fewest tokens; False: it is the last in rank.
       clock: seconds, monotonic.
 
     Raises:
@@ -51,32 +61,52 @@ class Scheduler:
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, pages: PageAllocator,
                  prefix_cache: PrefixCache, policy: str = "fcfs", max_prefill_rows: int | None = None,
+                 length_buckets: Sequence[int] | None = None, length_bucket_caps: Sequence[int] | None = None,
+                 long_prefill_share: float = 0.5, preemption_grace_tokens: int = 64, cost_aware_preemption: bool = True,
                  clock: Callable[[], float] = time.monotonic) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len), ("max_prefill_rows", max_prefill_rows)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value}: must be >= 1.")
+        if not 0 < long_prefill_share <= 1:
+            raise ConfigError(f"long_prefill_share = {long_prefill_share}: must be in (0, 1].")
+        if preemption_grace_tokens < 0:
+            raise ConfigError(f"preemption_grace_tokens = {preemption_grace_tokens}: must be >= 0.")
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}, so that "
                               "not every running sequence could decode in a step: raise the first or lower the second.")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._max_prefill_rows = max_num_seqs if max_prefill_rows is None else max_prefill_rows
+        rows = max_num_seqs if max_prefill_rows is None else max_prefill_rows
         self._pages = pages
         self._prefix_cache = prefix_cache
         self._clock = clock
-        self._waiting = WaitingQueue(find_policy(policy))
-        self._running = RunningSet(max_num_seqs=max_num_seqs, pages=pages, prefix_cache=prefix_cache)
+        policy_row = find_policy(policy)
+        self._interrupts = policy_row.interrupts
+        self._buckets = LengthBuckets(length_buckets or (), length_bucket_caps, max_num_batched_tokens=max_num_batched_tokens,
+                                      max_rows=rows)
+        self._waiting = WaitingQueue(policy_row, num_buckets=len(self._buckets),
+                                     num_cached=lambda request: prefix_cache.match(request).num_tokens)
+        self._running = RunningSet(max_num_seqs=max_num_seqs, pages=pages, prefix_cache=prefix_cache, policy=policy_row,
+                                   grace_tokens=preemption_grace_tokens, cost_aware=cost_aware_preemption)
+        self._admission = Admission(waiting=self._waiting, running=self._running, pages=pages, prefix_cache=prefix_cache,
+                                    buckets=self._buckets, grace_tokens=preemption_grace_tokens, preempt=self._preempt)
+        self._filler = StepFiller(running=self._running, pages=pages, buckets=self._buckets, max_prefill_rows=rows,
+                                  long_prefill_share=long_prefill_share, preempt=self._preempt)
         self._orders: dict[str, int] = {}  # numbers of arrival of unfinished requests
         self._dispatched: deque[SchedulePlan] = deque()  # given by next() and not yet applied
         self._preempted: list[str] = []  # since the last plan
-        self._blocked: tuple[Request, int] | None = None  # who found no room, and the pages it needs
-        self._num_arrived = self._num_preemptions = 0
-        self._num_prompt_tokens = self._num_cached_tokens = self._num_recomputed_tokens = 0
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; ended requests stay in it until their time
+        self._expired: list[Request] = []  # since pop_expired()
+        self._num_arrived = self._num_preemptions = self._num_expired = 0
 
     # Requests in and out.
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, deadline: float | None = None) -> None:
         """Queues a new request.
+
+        Args:
+          request: a new one.
+          deadline: seconds on the scheduler's clock at which it ends with ABORT, wherever it stands; None: never.
 
         Raises:
           RequestError: it can never be served (empty prompt, no room for output, more than the model's length or the pool's
@@ -90,6 +120,8 @@ class Scheduler:
         self._orders[request.request_id] = self._num_arrived
         self._num_arrived += 1
         self._enqueue(request)
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, self._num_arrived, request))
 
     def abort(self, request_id: str) -> bool:
         """Withdraws a request; its tokens still in flight will be dropped. False if it has finished or is unknown."""
@@ -109,10 +141,25 @@ class Scheduler:
             self._running.release(request, RequestStatus.FINISHED)
         else:
             self._waiting.remove(request)
+            self._admission.forget(request)
             request.status = RequestStatus.FINISHED
         del self._orders[request.request_id]
         request.finish_reason = reason
         request.finish_time = self._clock()
+
+    def pop_expired(self) -> list[Request]:
+        """The requests that ended at their deadline since this was last called; no apply() will show them."""
+        expired, self._expired = self._expired, []
+        return expired
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[-1]
+            if not request.is_finished:
+                self.finish(request, FinishReason.ABORT)
+                self._expired.append(request)
+                self._num_expired += 1
 
     # The step.
 
@@ -123,10 +170,16 @@ class Scheduler:
         with none unapplied, None means that there is no unfinished request.
         """
         draft = Draft(budget=self._max_num_batched_tokens)
-        self._schedule_decodes(draft)
-        self._schedule_prefills(draft)
-        self._admit(draft)
-        if not draft.scheduled:
+        if self._deadlines:
+            self._expire()
+        if self._interrupts:
+            self._admission.interrupt(draft)
+        self._filler.decodes(draft)
+        prefills = self._running.in_prefill() if len(draft.decodes) < len(self._running) else []
+        self._admission.admit(draft, prefills)
+        self._filler.prefills(draft, prefills)
+        if not draft.decodes and not draft.prefills:
+            assert not draft.updates, "a request was started and got no row, though nobody else has one"
             return None
         # Only now, with the plan complete: a row must not read pages that another row of the same step fills.
         for row in draft.prefills:
@@ -134,7 +187,8 @@ class Scheduler:
         plan = SchedulePlan(
             rows=(*draft.decodes, *draft.prefills), page_updates=tuple(draft.updates),
             num_tokens=self._max_num_batched_tokens - draft.budget,
-            num_prefill_tokens=sum(row.num_tokens for row in draft.prefills), preempted=tuple(self._preempted))
+            num_prefill_tokens=sum(row.num_tokens for row in draft.prefills), preempted=tuple(self._preempted),
+            page_copies=tuple(draft.copies))
         self._preempted.clear()
         self._dispatched.append(plan)
         return plan
@@ -172,111 +226,8 @@ class Scheduler:
             if min(num_tokens, request.num_computed_tokens) % page_size == 0 and request.status is RequestStatus.RUNNING:
                 self._prefix_cache.insert(request)
 
-    def _schedule_decodes(self, draft: Draft) -> None:
-        """One token for each running request that has one left to compute."""
-        page_size = self._pages.page_size
-        for request in list(self._running.requests.values()):
-            start, num_in_flight = request.num_computed_tokens, request.num_in_flight
-            end = request.num_tokens + num_in_flight
-            if end - start != 1 or end >= request.max_total_len or request.status is not RequestStatus.RUNNING:
-                continue  # in prefill, or its last token is in flight, or just preempted
-            if start == len(request.pages) * page_size and self._grow(request, end, draft) < end:
-                continue  # no page for it; those admitted before go on
-            token_ids = () if num_in_flight else ((request.output_token_ids or request.prompt_token_ids)[-1],)
-            draft.decodes.append(self._schedule(request, token_ids, 1, samples=True, draft=draft))
-
-    def _schedule_prefills(self, draft: Draft) -> None:
-        """The next chunk of each running request that has several tokens left to compute."""
-        if len(draft.decodes) == len(self._running):
-            return
-        for request in list(self._running.requests.values()):
-            left = request.num_tokens + request.num_in_flight - request.num_computed_tokens
-            if left > 1 and request.status is RequestStatus.RUNNING and self._has_prefill_room(draft):
-                self._schedule_chunk(request, draft)
-
-    def _has_prefill_room(self, draft: Draft) -> bool:
-        return draft.budget > 0 and len(draft.prefills) < self._max_prefill_rows
-
-    def _schedule_chunk(self, request: Request, draft: Draft) -> None:
-        """A prefill chunk as large as budget and pages allow."""
-        assert request.num_in_flight == 0, "a request samples only at the end of its known tokens"
-        start = request.num_computed_tokens
-        stop = self._grow(request, min(request.num_tokens, start + draft.budget), draft)
-        if stop > start:
-            tokens, samples = tuple(request.token_ids(start, stop)), stop == request.num_tokens
-            draft.prefills.append(self._schedule(request, tokens, stop - start, samples=samples, draft=draft))
-
-    def _schedule(self, request: Request, token_ids: tuple[int, ...], num_tokens: int, *, samples: bool, draft: Draft) -> ScheduledRow:
-        """A row of the request's next num_tokens tokens; the request advances as if they were computed."""
-        start = request.num_computed_tokens
-        request.num_computed_tokens = start + num_tokens
-        request.num_in_flight += samples
-        draft.budget -= num_tokens
-        draft.scheduled.add(request.request_id)
-        assert request.slot is not None, request.request_id
-        return ScheduledRow(request=request, slot=request.slot, start=start, num_tokens=num_tokens, token_ids=token_ids,
-                            from_device=not token_ids, samples=samples)
-
-    # Admission.
-
-    def _admit(self, draft: Draft) -> None:
-        """Waiting requests in the policy's order, while slots, budget and pages allow. Nobody overtakes the first."""
-        while self._running.has_free_slot and self._has_prefill_room(draft):
-            request = self._waiting.peek()
-            if request is None or request.num_in_flight > 0:  # preempted, and its last tokens are not known yet
-                return
-            hit = self._find_room(request)
-            if hit is None:
-                return
-            self._waiting.pop()
-            draft.updates += self._running.start(request, hit)
-            self._count_admission(request, hit)
-            self._schedule_chunk(request, draft)
-
-    def _find_room(self, request: Request) -> PrefixHit | None:
-        """What the prefix cache has for the request, if the pool can hold all its known tokens now.
-
-        One page for each running request stays in reserve, lest its next tokens preempt the newcomer at once.
-        """
-        num_free = self._pages.num_free - len(self._running)
-        if self._blocked is not None and self._blocked[0] is request and num_free < self._blocked[1]:
-            return None  # not worth another search
-        hit = self._prefix_cache.match(request)
-        num_owned = sum(1 for page in hit.pages if self._pages.owners(page))
-        num_needed = self._pages.num_pages_for(request.num_tokens) - num_owned
-        self._blocked = (request, num_needed) if num_free < num_needed else None
-        return None if self._blocked else hit
-
-    def _count_admission(self, request: Request, hit: PrefixHit) -> None:
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = hit.num_tokens
-            self._num_prompt_tokens += len(request.prompt_token_ids)
-            self._num_cached_tokens += hit.num_tokens
-        else:
-            self._num_recomputed_tokens += request.num_tokens - hit.num_tokens
-
     def _enqueue(self, request: Request) -> None:
-        self._waiting.push(request, order=self._orders[request.request_id], now=self._clock())
-
-    # Pages.
-
-    def _grow(self, request: Request, stop: int, draft: Draft) -> int:
-        """Gives a running request pages for the positions below `stop`; returns how far they reach, `stop` at most.
-
-        When the pool is short, requests admitted later that have no row in this plan are preempted, latest first.
-        """
-        missing = self._pages.num_pages_for(stop) - len(request.pages)
-        while missing > 0:
-            updates = self._running.extend(request, missing)
-            if not isinstance(updates, PageShortage):
-                draft.updates += updates
-                break
-            victim = self._running.latest_except(draft.scheduled, after=request)
-            if victim is not None:
-                self._preempt(victim)
-            else:
-                missing = updates.free
-        return min(stop, len(request.pages) * self._pages.page_size)
+        self._waiting.push(request, order=self._orders[request.request_id], now=self._clock(), bucket=self._buckets.of(request.num_tokens))
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue without pages. Its steps in flight still count; admitted again, it computes all it knows."""
@@ -305,8 +256,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_waiting=self.num_waiting, num_running=self.num_running, num_free_pages=self._pages.num_free,
-            num_cached_pages=self._pages.num_cached, num_preemptions=self._num_preemptions, num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens, num_recomputed_tokens=self._num_recomputed_tokens)
+            num_cached_pages=self._pages.num_cached, num_preemptions=self._num_preemptions, num_prompt_tokens=self._admission.num_prompt_tokens,
+            num_cached_tokens=self._admission.num_cached_tokens,
+            num_recomputed_tokens=self._admission.num_recomputed_tokens,
+            num_expired=self._num_expired)
 
     def page_entries(self, request: Request) -> list[PageEntry]:
         """A running request's page table: page, filled length, status and owners of each entry."""
@@ -317,6 +270,7 @@ class Scheduler:
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING and not request.pages and request.slot is None, request
         assert self._orders.keys() == self._running.requests.keys() | {r.request_id for r in self._waiting}, "a request is lost"
+        self._admission.check_invariants()
         self._running.check_invariants()
         self._prefix_cache.check_invariants()
 

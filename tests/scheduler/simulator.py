@@ -20,10 +20,11 @@ VOCAB = 50
 STOP_TOKEN = 0
 
 
-def make_request(request_id: str, prompt: list[int], max_tokens: int, *, salt: str = "", arrival: float = 0.0) -> Request:
+def make_request(request_id: str, prompt: list[int], max_tokens: int, *, salt: str = "", arrival: float = 0.0,
+                 priority: int = 0) -> Request:
     return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=SamplingParams(max_tokens=max_tokens),
                    max_total_len=len(prompt) + max_tokens, stop_token_ids=frozenset({STOP_TOKEN}), seed=0, cache_salt=salt,
-                   arrival_time=arrival)
+                   arrival_time=arrival, priority=priority)
 
 
 def reference(request: Request) -> tuple[list[int], list[int]]:
@@ -64,6 +65,10 @@ class Setup:
     page_size: int
     max_prefill_rows: int | None = None
     policy: str = "fcfs"
+    length_buckets: tuple[int, ...] = ()
+    long_prefill_share: float = 0.5
+    grace_tokens: int = 64
+    cost_aware: bool = True
     depth: int = 0
     """Steps dispatched ahead of the oldest unread one."""
 
@@ -82,33 +87,44 @@ class Simulator:
         self.clock = Clock()
         self.scheduler = Scheduler(
             max_num_seqs=setup.max_num_seqs, max_num_batched_tokens=setup.max_num_batched_tokens, max_model_len=setup.max_model_len,
-            pages=self.pages, prefix_cache=self.cache, policy=setup.policy, max_prefill_rows=setup.max_prefill_rows, clock=self.clock)
+            pages=self.pages, prefix_cache=self.cache, policy=setup.policy, max_prefill_rows=setup.max_prefill_rows, clock=self.clock,
+            length_buckets=setup.length_buckets, long_prefill_share=setup.long_prefill_share, preemption_grace_tokens=setup.grace_tokens,
+            cost_aware_preemption=setup.cost_aware)
         self.table = [[-1] * setup.capacity for _ in range(setup.max_num_seqs)]
         self.kv: dict[tuple[int, int], int] = {}
         self.last_tokens = [-1] * setup.max_num_seqs
         self.in_flight: deque[tuple[SchedulePlan, list[int]]] = deque()
         self.references: dict[str, tuple[list[int], list[int]]] = {}
-        self.first_rows: list[Request] = []
+        self.first_rows: dict[Request, int] = {}
+        """Requests in the order of their first rows, and the step of each."""
         self.num_steps = 0
+        self.errors: dict[str, int] = {}
+        """Requests whose next token is non-finite once they have so many."""
+        self.check_every = 1
+        """Invariants are checked in one step of so many."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, deadline: float | None = None) -> None:
         self.references[request.request_id] = reference(request)
-        self.scheduler.add(request)
+        self.scheduler.add(request, deadline=deadline)
 
     def step(self) -> SchedulePlan | None:
         """next(), run, and apply() of what is due."""
         self.clock.now += 1
         self.num_steps += 1
         plan = self.scheduler.next()
-        self.scheduler.check_invariants()
+        self._check_invariants()
         if plan is not None:
             self._check(plan)
             self.in_flight.append((plan, self._run(plan)))
         assert plan is not None or self.in_flight or not self.scheduler.has_unfinished, "stuck:\n" + self.scheduler.dump()
         if self.in_flight and (plan is None or len(self.in_flight) > self.setup.depth):
             self._apply(*self.in_flight.popleft())
-            self.scheduler.check_invariants()
+            self._check_invariants()
         return plan
+
+    def _check_invariants(self) -> None:
+        if self.num_steps % self.check_every == 0:
+            self.scheduler.check_invariants()
 
     def run_to_end(self, max_steps: int = 10_000) -> None:
         while self.scheduler.has_unfinished or self.in_flight:
@@ -122,6 +138,7 @@ class Simulator:
         assert 0 < plan.num_tokens == sum(row.num_tokens for row in plan.rows) <= setup.max_num_batched_tokens
         assert len({row.request.request_id for row in plan.rows}) == len({row.slot for row in plan.rows}) == len(plan.rows)
         assert len({update[:2] for update in plan.page_updates}) == len(plan.page_updates)
+        assert len({to for _, to in plan.page_copies}) == len(plan.page_copies) and all(page != to for page, to in plan.page_copies)
         num_prefills = 0
         for row in plan.rows:
             assert row.num_tokens == 1 if row.from_device else row.num_tokens == len(row.token_ids) > 0
@@ -129,14 +146,15 @@ class Simulator:
             assert row.samples == (row.kv_len >= row.request.num_tokens)
             assert num_prefills == 0 or not row.from_device, "a decode row after a prefill chunk"
             num_prefills += row.num_tokens > 1
-            if row.request not in self.first_rows:
-                self.first_rows.append(row.request)
+            self.first_rows.setdefault(row.request, self.num_steps)
         assert num_prefills <= (setup.max_prefill_rows or setup.max_num_seqs)
         assert plan.is_decode_only == all(row.num_tokens == 1 for row in plan.rows)
 
     def _run(self, plan: SchedulePlan) -> list[int]:
         for slot, entry, page in plan.page_updates:
             self.table[slot][entry] = page
+        size = self.setup.page_size
+        self.kv |= {(to, i): self.kv[page, i] for page, to in plan.page_copies for i in range(size) if (page, i) in self.kv}
         written: dict[tuple[int, int], int] = {}
         tokens = [self._run_row(row, written) for row in plan.rows]
         self.kv |= written
@@ -170,16 +188,18 @@ class Simulator:
         request = row.request
         if not row.samples or request.is_finished:
             return None
+        if len(request.output_token_ids) == self.errors.get(request.request_id):
+            return FinishReason.ERROR
         if token == STOP_TOKEN:
             return FinishReason.STOP
         return FinishReason.LENGTH if request.num_tokens + 1 == request.max_total_len else None
 
 
 def check_output(request: Request) -> None:
-    """A finished request has exactly the model's tokens; an aborted one a beginning of them."""
+    """A finished request has exactly the model's tokens; one that was aborted or met an error a beginning of them."""
     expected = expected_output(request)
     assert request.is_finished and request.num_in_flight == 0 and request.slot is None and not request.pages
-    if request.finish_reason is FinishReason.ABORT:
+    if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
         assert request.output_token_ids == expected[:len(request.output_token_ids)]
     else:
         assert request.output_token_ids == expected, (request.output_token_ids, expected)
