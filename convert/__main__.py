@@ -1,49 +1,50 @@
-"""`python -m convert`: flags, logging and exit codes round convert.converter.convert. Nothing is converted here."""
+"""Converts a Hugging Face folder, a GGUF file or a model of the Hugging Face hub into a checkpoint for jaxinfer.
 
-import logging
+  python -m convert --model=FOLDER|FILE.gguf|ORG/NAME --output=DIR [--dtype=bfloat16] [--verify] [--resume] [--overwrite]
+"""
+
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 from absl import app, flags
-from absl import logging as absl_logging
 
-from jaxinfer.errors import JaxInferError
+from jaxinfer import cli
 
-MODEL = flags.DEFINE_string("model", None, "What to convert: a Hugging Face folder or a .gguf file.")
-OUTPUT = flags.DEFINE_string("output", None, "Folder to make. It appears only when complete.")
-DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float16", "float32"],
-                          "Type of the stored weights. auto keeps the source's; a quantised .gguf file becomes bfloat16.")
-OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace a checkpoint at --output once the new one is complete.")
-PROGRESS = flags.DEFINE_bool("progress", True, "Show progress on stderr.")
-
-USAGE = """Converts a Hugging Face folder or a GGUF file into a checkpoint for jaxinfer.
-
-    python -m convert --model=FOLDER|FILE.gguf --output=DIR [--dtype=bfloat16] [--overwrite]
-"""
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def run(argv: list[str]) -> None:
-    """Converts as the flags say; exits with 1 after an error that it names, 130 after Ctrl-C."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {' '.join(argv[1:])!r}: everything is given by flags, such as --model=...")
-    if not MODEL.value or not OUTPUT.value:
-        raise app.UsageError(f"--{'output' if MODEL.value else 'model'} is needed")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry; takes arguments without the program's name."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("model", None, "What to convert: a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub, org/name or "
+                        "org/name@revision.", flag_values=values)
+    flags.DEFINE_string("output", None, "Folder to make. It appears only when complete.", flag_values=values)
+    flags.DEFINE_enum("dtype", "auto", DTYPES, "Type of the stored weights. auto keeps the source's; a quantised .gguf file becomes bfloat16.",
+                      flag_values=values)
+    flags.DEFINE_bool("overwrite", False, "Replace a checkpoint at --output once the new one is complete.", flag_values=values)
+    flags.DEFINE_bool("resume", False, "When interrupted, keep what is complete; started again with --resume, continue there.",
+                      flag_values=values)
+    flags.DEFINE_bool("verify", False, "Compare the result's logits with an independent float32 computation from the source, and record it.",
+                      flag_values=values)
+    flags.DEFINE_bool("progress", True, "Show progress on stderr.", flag_values=values)
+    return cli.run(lambda _: _run(values), values, argv, __doc__)
+
+
+def _run(values: flags.FlagValues) -> None:
+    given: dict[str, Any] = values.flag_values_dict()
+    for name in ("model", "output"):
+        if not given[name]:
+            raise app.UsageError(f"--{name} is needed")
     os.environ["JAX_PLATFORMS"] = "cpu"  # conversion is the host's work; a GPU is left alone
-    absl_logging.set_verbosity(absl_logging.WARNING)
-    logging.getLogger("convert").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _terminate)
-    try:
-        from convert.converter import convert  # seconds of imports, which Ctrl-C may end too
+    from convert.converter import convert  # seconds of imports, which Ctrl-C may end too
 
-        convert(MODEL.value, OUTPUT.value, dtype=DTYPE.value, overwrite=OVERWRITE.value, progress=PROGRESS.value)
-    except JaxInferError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        sys.exit(130)
+    convert(given["model"], given["output"], dtype=given["dtype"], overwrite=given["overwrite"], progress=given["progress"],
+            resume=given["resume"], verify_logits=given["verify"])
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -51,11 +52,5 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def main() -> None:
-    """Entry point of the console command."""
-    sys.modules["__main__"].__doc__ = USAGE
-    app.run(run)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Converts one checkpoint: open, plan, stream, commit. Holds no format: readers, tables and the writer do the work."""
 
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 import jaxinfer
+from convert import hub, verify
 from convert.families import FAMILIES, TIED
 from convert.gguf_reader import GGUFSource
 from convert.hashing import FileHasher
@@ -18,6 +20,7 @@ from convert.mapping import Plan, check_tied_copies, fill, make_plan
 from convert.progress import MemoryMeter, Progress
 from convert.source import DTYPES, Source
 from convert.writer import CheckpointWriter, check_output
+from jaxinfer.checkpoint import LAYOUT_VERSION, MANIFEST
 from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
@@ -30,56 +33,76 @@ class _Job:
     """What is converted, and into what."""
 
     source: Source
+    name: str
+    """What the user calls the source: the hub's id with its commit, or the name of the file or folder."""
     model: ModelConfig
     plan: Plan
     dtype: str
 
 
-def convert(source: str | Path, output: str | Path, *, dtype: str = "auto", overwrite: bool = False, progress: bool = True) -> Path:
+def convert(source: str | Path, output: str | Path, *, dtype: str = "auto", overwrite: bool = False, progress: bool = True,
+            resume: bool = False, verify_logits: bool = False) -> Path:
     """Converts a Hugging Face folder or a GGUF file into a checkpoint folder that jaxinfer loads.
 
     Everything that headers tell is checked before any weight is read. The folder appears whole or not at all: an exception, an
-    interruption or a full disk leaves nothing.
+    interruption or a full disk leaves nothing that loads, and without `resume` nothing at all.
 
     Args:
-      source: a Hugging Face folder (config.json, safetensors) or a .gguf file.
+      source: a Hugging Face folder (config.json with safetensors or .bin shards), a .gguf file, or an id of the Hugging Face hub
+        (org/name, org/name@revision), of which the needed files are downloaded.
       output: the folder to make; it may exist when it is empty.
       dtype: bfloat16, float16, float32, or auto: what most of the source's weights are stored in, bfloat16 for a quantised GGUF file.
       overwrite: replace a checkpoint at `output` once the new one is complete.
       progress: show a bar, or a line now and then, on stderr.
+      resume: an interruption keeps what is complete beside the output, and a run with `resume` and the same source, output and dtype
+        takes it over after comparing its checksums.
+      verify_logits: before the folder appears, compare its logits with those of an independent float32 computation from the source
+        (convert/verify.py), and record the result in the manifest.
 
     Returns:
       The output folder.
 
     Raises:
       ConfigError: an unknown dtype, or an output that is or holds the source.
+      CapacityError: the machine's memory does not hold the model for `verify_logits`.
       CheckpointError: the source is incomplete, damaged or not what its config says, or the output cannot be written.
       UnsupportedModelError: an architecture, a config attribute, a tensor type or a file format that is not implemented.
       TokenizerError: a GGUF file's tokenizer cannot be built.
     """
-    source_path, output_path = Path(source).expanduser(), Path(os.path.abspath(Path(output).expanduser()))
+    output_path = Path(os.path.abspath(Path(output).expanduser()))
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype is {dtype!r}, must be one of auto, {', '.join(DTYPES)}")
-    if not source_path.exists():
-        raise CheckpointError(f"{source_path} does not exist: give a Hugging Face folder or a .gguf file on this machine")
-    if source_path.resolve().is_relative_to(output_path.resolve()):
-        raise ConfigError(f"the output {output_path} is or holds the source {source_path}: choose another --output")
+    if (local := Path(source).expanduser()).exists() and local.resolve().is_relative_to(output_path.resolve()):
+        raise ConfigError(f"the output {output_path} is or holds the source {local}: choose another --output")
     check_output(output_path, overwrite=overwrite)
+    source_path, name = _locate(source)
     start = time.monotonic()
     with MemoryMeter() as meter:
-        job = _prepare(open_source(source_path), dtype)
-        num_bytes = _write(job, output_path, overwrite=overwrite, progress=progress)
+        job = _prepare(open_source(source_path), name, dtype)
+        if verify_logits:
+            verify.check_possible(job.source, num_params=sum(map(math.prod, job.plan.shapes.values())), dtype=job.dtype)
+        num_bytes = _write(job, output_path, overwrite=overwrite, progress=progress, resume=resume, verify_logits=verify_logits)
     seconds = time.monotonic() - start
-    peak = "unknown" if meter.peak_bytes is None else f"{meter.peak_bytes / 1e6:.0f} MB"
     logger.info("%s: %s, %d tensors, %.0f MB as %s in %.1f s (%.0f MB/s), peak anonymous memory %s", output_path, job.model.architecture,
-                len(job.plan.entries), num_bytes / 1e6, job.dtype, seconds, num_bytes / 1e6 / seconds, peak)
+                len(job.plan.entries), num_bytes / 1e6, job.dtype, seconds, num_bytes / 1e6 / seconds, meter)
     return output_path
+
+
+def _locate(source: str | Path) -> tuple[Path, str]:
+    """(local path, name to record) of what the user named; downloads what is not on this machine."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path, path.resolve().name
+    if hub.is_model_id(str(source)):
+        path = hub.download(str(source))
+        return path, f"{str(source).partition('@')[0]}@{path.name}"
+    raise CheckpointError(f"{source} does not exist: give a Hugging Face folder or a .gguf file on this machine, or an id such as org/name")
 
 
 def open_source(path: Path) -> Source:
     """The reader for a path, opened: its headers are read and checked. Raises as `convert` does."""
     if path.is_dir():
-        if (path / "manifest.json").exists() and not (path / "model.safetensors").exists():
+        if is_converted(path):
             raise CheckpointError(f"{path} is already a converted checkpoint: use it as it is")
         return HFSource(path)
     if path.suffix == ".gguf":
@@ -87,7 +110,12 @@ def open_source(path: Path) -> Source:
     raise UnsupportedModelError(f"{path} is neither a folder nor a .gguf file: give a Hugging Face folder or a .gguf file")
 
 
-def _prepare(source: Source, dtype: str) -> _Job:
+def is_converted(path: Path) -> bool:
+    """Whether a path is a checkpoint folder of ours, and no Hugging Face folder that happens to hold a manifest."""
+    return (path / MANIFEST).exists() and not (path / "model.safetensors").exists()
+
+
+def _prepare(source: Source, name: str, dtype: str) -> _Job:
     """Reads the config and plans the conversion."""
     if (quantization := source.config.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -106,7 +134,7 @@ def _prepare(source: Source, dtype: str) -> _Job:
         logger.info("ignored %s: the config determines it", name)
     for copy, original in plan.tied_copies:
         logger.info("dropped %s: it equals %s, to which the config ties it", copy, original)
-    return _Job(source=source, model=model, plan=plan, dtype=dtype)
+    return _Job(source=source, name=name, model=model, plan=plan, dtype=dtype)
 
 
 def _check_sizes(source: Source) -> None:
@@ -121,13 +149,15 @@ def _check_sizes(source: Source) -> None:
                                   f"{len(source.tensors)} tensors with {num_elements} elements: fetch the missing files again")
 
 
-def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool) -> int:
+def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool, resume: bool, verify_logits: bool) -> int:
     """Writes the checkpoint; returns the parameters' bytes."""
     dtype = DTYPES[job.dtype]
     sizes = {entry.target: dtype.itemsize * math.prod(job.plan.shapes[entry.target]) for entry in job.plan.entries}
     num_bytes = sum(sizes.values())
-    with CheckpointWriter(output, overwrite=overwrite) as writer, FileHasher(job.source.files) as hasher:
-        writer.require_space(num_bytes)
+    what = _fingerprint(job) if resume else None
+    with CheckpointWriter(output, overwrite=overwrite, resume=what) as writer, FileHasher(job.source.files) as hasher:
+        done = writer.done
+        writer.require_space(num_bytes - sum(sizes[target] for target in done))
         end_token_ids = job.source.write_tokenizer(writer.folder)
         if not (writer.folder / "tokenizer_config.json").exists() and not (writer.folder / "tokenizer.json").exists():
             logger.warning("%s has no tokenizer files: the checkpoint will take token ids only", job.source.path)
@@ -136,6 +166,9 @@ def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool) -> int:
             writer.write_json("generation_config.json", job.source.generation_config)
         bar = Progress(len(sizes), num_bytes, enabled=progress)
         for entry in job.plan.entries:
+            if entry.target in done:
+                bar.advance(sizes[entry.target])
+                continue
             buffer = writer.allocate(job.plan.shapes[entry.target], dtype)
             for part in entry.parts:
                 fill(buffer, part, job.source)
@@ -145,14 +178,21 @@ def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool) -> int:
         bar.close()
         writer.commit({
             "jaxinfer_version": jaxinfer.__version__,
-            "source": {"kind": job.source.kind, "name": job.source.path.resolve().name, "files": hasher.result()},
+            "source": {"kind": job.source.kind, "name": job.name, "files": hasher.result()},
             "architecture": job.model.architecture,
             "dtype": job.dtype,
             "quantization": None,
             "end_token_ids": sorted(end_token_ids | _declared_end_ids(job.source)),
             "verification": None,
-        })
+        }, (lambda folder: verify.compare(job.source, folder)) if verify_logits else None)
     return num_bytes
+
+
+def _fingerprint(job: _Job) -> str:
+    """Everything that decides what is written; a source file counts by size and time of change."""
+    files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in job.source.files]
+    shapes = {target: list(shape) for target, shape in job.plan.shapes.items()}
+    return json.dumps([jaxinfer.__version__, LAYOUT_VERSION, job.model.architecture, job.dtype, files, shapes])
 
 
 def _declared_end_ids(source: Source) -> frozenset[int]:

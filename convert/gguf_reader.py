@@ -42,6 +42,7 @@ class GGUFSource:
         self.path = path
         self.files: tuple[Path, ...] = (path,)
         self._file = GGUFFile(path)
+        self.metadata: Mapping[str, Any] = self._file.metadata
         architecture = architecture_of(self._file.metadata)
         self._stored: dict[str, GGUFTensor] = {}
         for name, tensor in self._file.tensors.items():
@@ -95,7 +96,8 @@ def dequantise(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """Rows of stored bytes, [rows, bytes], as floating-point rows [rows, elements]."""
     if kind.name in PLAIN:
         return np.ascontiguousarray(raw).view(PLAIN[kind.name])
-    return quants.dequantize(np.ascontiguousarray(raw), kind)
+    with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale; whoever reads the rows refuses NaN and infinity
+        return quants.dequantize(np.ascontiguousarray(raw), kind)
 
 
 @functools.cache

@@ -1,27 +1,42 @@
-"""Reads a Hugging Face folder: config.json, safetensors (one file or shards with an index), tokenizer files. Imports no torch.
+"""Reads a Hugging Face folder: config.json, weights (safetensors or .bin, one file or shards with an index), tokenizer files.
 
 Everything that names a tensor is checked on opening: shards that are missing or cut short, tensors that the index promises and no
-shard holds, tensors that no index names, tensors that two shards hold. Weight data is only mapped.
+shard holds, tensors that no index names, tensors that two shards hold. Weight data is only mapped. Needs no torch and runs no code that a
+checkpoint brings.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 
 from convert.safetensors_file import SafetensorsFile
 from convert.source import TensorInfo, dominant_dtype, read_json
-from jaxinfer.errors import CheckpointError, UnsupportedModelError
+from convert.torch_file import TorchFile
+from jaxinfer.errors import CheckpointError, TokenizerError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
                    "tokenizer.model", "chat_template.jinja", "chat_template.json", "qwen.tiktoken")
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+CONFIG_FILES = ("config.json", "generation_config.json")
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
+
+
+class TensorFile(Protocol):
+    """One file of weights, its header read and checked."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor of floating point."""
 
 
 class HFSource:
@@ -49,7 +64,31 @@ class HFSource:
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file():
                 shutil.copyfile(self.path / name, folder / name)
+        _check_tokenizer(folder / "tokenizer.json")
         return tokenizer_end_ids(folder)
+
+
+def _check_tokenizer(path: Path) -> None:
+    """Builds the tokenizer once, where tokenizer.json describes it. Raises TokenizerError when that cannot be done."""
+    if path.is_file():
+        from tokenizers import Tokenizer
+
+        with _TokenizersErrors(path):
+            Tokenizer.from_file(str(path))
+
+
+class _TokenizersErrors:
+    """Turns what the tokenizers library raises, which is a plain Exception or a panic of its Rust code, into a TokenizerError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is Exception or kind is not None and kind.__name__ == "PanicException":
+            raise TokenizerError(f"{self._path} describes no tokenizer ({str(error)[:200]}): fetch the file again") from None
 
 
 def tokenizer_end_ids(folder: Path) -> frozenset[int]:
@@ -99,38 +138,38 @@ def _vocabulary(folder: Path) -> dict[str, Any]:
     return vocab if isinstance(vocab, dict) else {}
 
 
-def _open_shards(path: Path) -> tuple[list[SafetensorsFile], list[Path]]:
-    """The folder's safetensors files, opened and cross-checked, and the index file where there is one."""
-    if (path / SINGLE).is_file():
-        return [SafetensorsFile(path / SINGLE)], []
-    if (path / INDEX).is_file():
-        return _open_indexed(path, _read_weight_map(path / INDEX)), [path / INDEX]
-    for name in PICKLES:
-        if (path / name).is_file():
-            raise UnsupportedModelError(f"{path / name} is a pickle, which this version does not read: save the model as safetensors")
-    stray = sorted(file.name for file in path.glob("*.safetensors"))
+def _open_shards(path: Path) -> tuple[Sequence[TensorFile], list[Path]]:
+    """The folder's files of weights, opened and cross-checked, and the index file where there is one. safetensors go before .bin."""
+    for single, index, opener in ((SINGLE, INDEX, SafetensorsFile), (PICKLE, PICKLE_INDEX, TorchFile)):
+        if (path / single).is_file():
+            return [opener(path / single)], []
+        if (path / index).is_file():
+            weight_map = _read_weight_map(path / index, Path(single).suffix)
+            return _open_indexed(path, index, weight_map, opener), [path / index]
+    stray = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", ".bin"))
     if stray:
-        raise CheckpointError(f"{path} has {', '.join(stray[:4])} but neither {SINGLE} nor {INDEX}: fetch the missing index")
-    raise CheckpointError(f"{path} has no weights: expected {SINGLE} or {INDEX}")
+        raise CheckpointError(f"{path} has {', '.join(stray[:4])} but none of {SINGLE}, {INDEX}, {PICKLE} and {PICKLE_INDEX}: fetch the "
+                              "missing index")
+    raise CheckpointError(f"{path} has no weights: expected {SINGLE}, {INDEX}, {PICKLE} or {PICKLE_INDEX}")
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensor names to shards: fetch the file again")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{path} maps {name} to {json.dumps(shard)}, which is no .safetensors file of this folder")
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(suffix):
+            raise CheckpointError(f"{path} maps {name} to {json.dumps(shard)}, which is no {suffix} file of this folder")
     return weight_map
 
 
-def _open_indexed(path: Path, weight_map: dict[str, str]) -> list[SafetensorsFile]:
+def _open_indexed(path: Path, index: str, weight_map: dict[str, str], opener: Callable[[Path], TensorFile]) -> list[TensorFile]:
     """Opens every shard of an index and checks that the index and the shards name the same tensors, each once."""
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
-        raise CheckpointError(f"{path} lacks {len(missing)} of {len(names)} shards that {INDEX} names: {', '.join(missing)}")
-    shards = [SafetensorsFile(path / name) for name in names]
+        raise CheckpointError(f"{path} lacks {len(missing)} of {len(names)} shards that {index} names: {', '.join(missing)}")
+    shards = [opener(path / name) for name in names]
     problems, holder = [], dict[str, str]()
     for shard in shards:
         for name in shard.tensors:
@@ -145,5 +184,5 @@ def _open_indexed(path: Path, weight_map: dict[str, str]) -> list[SafetensorsFil
         elif holder[name] != shard_name:
             problems.append(f"{name} should be in {shard_name} but is in {holder[name]}")
     if problems:
-        raise CheckpointError(f"{path}: {INDEX} and its shards disagree on {len(problems)} tensors: " + "; ".join(problems[:10]))
+        raise CheckpointError(f"{path}: {index} and its shards disagree on {len(problems)} tensors: " + "; ".join(problems[:10]))
     return shards

@@ -45,6 +45,15 @@ class Part:
         view = self.view_shape(shape)
         return {"same": view, "flat": (math.prod(view),), "transposed": (math.prod(view[1:]), view[0])}[self.layout]
 
+    def row_view(self, parameter: np.ndarray) -> np.ndarray:
+        """The slice as a view whose axes run as the source's rows do: [axes of the rows..., rest of a row]."""
+        view = parameter[self.index]
+        return np.moveaxis(view, 0, -1) if self.layout == "transposed" else view
+
+    def row_unit(self, view: np.ndarray) -> int:
+        """Rows of the source that one index of the first axis of its `row_view` stands for."""
+        return {"same": 1, "flat": math.prod(view.shape[1:]), "transposed": math.prod(view.shape[1:-1])}[self.layout]
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -169,18 +178,11 @@ def fill(target: np.ndarray, part: Part, source: Source) -> None:
     Raises:
       CheckpointError: the tensor holds NaN or infinity, or a value that the target's dtype cannot hold.
     """
-    view = target[part.index]
-    info = source.tensors[part.source]
-    lead = view.shape[1:] if part.layout == "transposed" else view.shape  # the axes that the source's rows run over
-    unit = 1 if part.layout == "same" else math.prod(lead[1:])  # rows that belong to one index of the first of them
+    view, info = part.row_view(target), source.tensors[part.source]
+    unit = part.row_unit(view)
     for start, stop in row_blocks(info.shape, unit):
         block = source.read_rows(part.source, start, stop)
-        cast = _cast(block, target.dtype, source, info)
-        rows = slice(start // unit, stop // unit)
-        if part.layout == "transposed":
-            view[:, rows] = np.moveaxis(cast.reshape(-1, *lead[1:], view.shape[0]), -1, 0)
-        else:
-            view[rows] = cast.reshape(-1, *lead[1:])
+        view[start // unit:stop // unit] = _cast(block, target.dtype, source, info).reshape(-1, *view.shape[1:])
 
 
 def _all_finite(block: np.ndarray) -> bool:

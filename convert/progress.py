@@ -59,6 +59,9 @@ class MemoryMeter:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="memory-meter", daemon=True)
 
+    def __str__(self) -> str:
+        return "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 1e6:.0f} MB"
+
     def __enter__(self) -> "MemoryMeter":
         self._thread.start()
         return self

@@ -1,11 +1,13 @@
-"""One safetensors file, mapped: its header checked against the file's size, its tensors read by rows. Never copies data.
+"""One safetensors file: read by rows from a map, its header checked against the file's size, or written front to back.
 
 Layout: [header length: u64 little-endian][header: JSON {name: {dtype, shape, data_offsets}}][data].
 """
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeGuard
 
 import ml_dtypes
@@ -52,6 +54,41 @@ class SafetensorsFile:
         begin = self._data_start + self._offsets[name] + start * row_bytes
         raw = self._map[begin:begin + (stop - start) * row_bytes]
         return raw.view(FLOAT_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
+
+
+class SafetensorsWriter:
+    """A context manager that writes one file front to back: the header first, then every tensor's rows in the header's order.
+
+    Args:
+      path: the file to make.
+      tensors: name -> (dtype code, shape), in the order in which their data will come.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._left = 0
+        for name, (code, shape) in tensors.items():
+            end = self._left + ITEM_BYTES[code] * math.prod(shape)
+            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [self._left, end]}
+            self._left = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)  # data begins at a multiple of eight bytes
+        self._file = path.open("xb")
+        self._head = len(text).to_bytes(8, "little") + text
+
+    def __enter__(self) -> "SafetensorsWriter":
+        self._file.write(self._head)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        assert error is not None or self._left == 0, f"{self._left} bytes of the header's tensors were never written"
+
+    def write(self, rows: np.ndarray) -> None:
+        """The next rows of the tensors, in the dtype that the header states."""
+        data = np.ascontiguousarray(rows)
+        self._left -= data.nbytes
+        self._file.write(data.reshape(-1).view(np.uint8).data)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -1,7 +1,8 @@
 """Writes a checkpoint folder: parameters streamed to Orbax, manifest last, then one rename. Knows no source format and no model.
 
 Everything is written to `<output>.partial-<pid>` beside the output, synced, and renamed. Whatever interrupts the run removes that
-folder; even one that a killed process leaves behind has no manifest.json, so nothing loads it.
+folder; even one that a killed process leaves behind has no manifest.json, so nothing loads it. With `resume` the folder is
+`<output>.partial-resume`, an interruption leaves it, and a later run continues it (convert/journal.py).
 
 Parameters are one flat dict {dotted path: array} under params/, in Orbax's current format, uncompressed (bfloat16 weights hardly
 compress) and in chunks of 64 MiB. They are restored with
@@ -14,14 +15,9 @@ the CPU without a copy, and a batch is written while the next is filled only as 
 
 import concurrent.futures
 import gc
-import glob
-import json
 import logging
 import math
-import os
-import shutil
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,15 +26,14 @@ import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
+from convert import staging
+from convert.journal import Journal
 from jaxinfer.checkpoint import FORMAT, LAYOUT_VERSION, MANIFEST, PARAMS, file_crc32
 from jaxinfer.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 128 << 20
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
-SPARE_BYTES = 64 << 20
 
 
 class CheckpointWriter:
@@ -47,18 +42,21 @@ class CheckpointWriter:
     Args:
       output: the folder to make. It may exist only when it is empty, or is a converted checkpoint and `overwrite` is set.
       overwrite: replace an existing checkpoint, at the moment the new one is complete.
+      resume: what is converted, and from what, in words that change when any of it does; then an interruption leaves the partial
+        folder once a batch is complete, and a later writer with the same words continues it: see `done`. None leaves nothing.
 
     Raises:
       CheckpointError: the output exists, or cannot be written.
     """
 
-    def __init__(self, output: Path, *, overwrite: bool) -> None:
+    def __init__(self, output: Path, *, overwrite: bool, resume: str | None = None) -> None:
         check_output(output, overwrite=overwrite)
         self.output = output
-        self.folder = output.with_name(f"{output.name}.partial-{os.getpid()}")
+        self.folder = staging.partial_folder(output, resumable=resume is not None)
         self._overwrite = overwrite
         self._quiet = _QuietOrbax()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="orbax")
+        self._journal = None if resume is None else Journal(self.folder, resume)
         self._in_flight: tuple[concurrent.futures.Future[None], int] | None = None
         self._batch: dict[str, np.ndarray] = {}
         self._tensors: dict[str, dict[str, Any]] = {}
@@ -66,34 +64,43 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         try:
             self._pool.submit(int).result()  # starts the thread here: an interruption while one starts would leave it running for ever
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            _warn_of_leftovers(self.output)
-            self.folder.mkdir()
+            if self._journal is not None:
+                self._tensors.update(self._journal.open(self.output))
+            else:
+                staging.make_partial(self.folder, self.output)
             logging.getLogger("absl").addFilter(self._quiet)
         except BaseException as error:
             self._close()
             if isinstance(error, OSError):
-                raise _write_error(self.folder, error) from None
+                raise staging.write_error(self.folder, error) from None
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._close()
         if isinstance(error, OSError):
-            raise _write_error(self.output, error) from error
+            raise self._write_error(error) from error
+
+    def _write_error(self, error: Exception) -> CheckpointError:
+        return staging.write_error(self.output, error, kept=self.folder if self._journal is not None and self._journal.holds_batches else None)
 
     def _close(self) -> None:
-        """Ends the thread and removes what is left of the unfinished folder."""
+        """Ends the thread and removes what is left of the unfinished folder, unless it can be continued."""
         self._pool.shutdown(wait=True)  # the batch in flight must not write into a folder that is being removed
         logging.getLogger("absl").removeFilter(self._quiet)
-        _remove_tree(self.folder)
+        if self._journal is None:
+            staging.remove_tree(self.folder)
+        else:
+            self._journal.close()
+
+    @property
+    def done(self) -> frozenset[str]:
+        """Parameters that are queued or written, by this run or by the one that it continues."""
+        return frozenset(self._tensors)
 
     def require_space(self, num_bytes: int) -> None:
         """Raises CheckpointError when the disk has less room than this."""
-        free = shutil.disk_usage(self.folder).free
-        if free < num_bytes + SPARE_BYTES:
-            raise CheckpointError(f"{self.output} needs {num_bytes / 1e6:.0f} MB, but its disk has {free / 1e6:.0f} MB free: "
-                                  "free some space or choose another --output")
+        staging.require_space(self.folder, self.output, num_bytes)
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """An uninitialised buffer for a parameter; `submit` takes it back, filled. Waits until memory is free for it."""
@@ -109,56 +116,48 @@ class CheckpointWriter:
     def submit(self, path: str, array: np.ndarray) -> None:
         """Queues a filled buffer. The caller must not touch it afterwards."""
         assert path not in self._tensors, f"{path} is written twice"
-        self._tensors[path] = {"shape": list(array.shape), "dtype": array.dtype.name}
+        self._tensors[path] = _spec(array)
         self._batch[path] = array
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Writes a JSON file beside the parameters."""
-        (self.folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        staging.write_json(self.folder / name, value)
 
-    def commit(self, facts: Mapping[str, Any]) -> None:
+    def commit(self, facts: Mapping[str, Any], verify: Callable[[Path], dict[str, Any]] | None = None) -> None:
         """Finishes the parameters, writes the manifest, syncs, and moves the folder to its place.
 
         Args:
           facts: the manifest's fields that the writer does not know: source, architecture, end_token_ids and so on.
+          verify: called with the finished folder, before it is moved; returns the manifest's `verification`, or raises.
 
         Raises:
           CheckpointError: the disk refused something; nothing is left behind.
         """
         self._flush()
         self._wait()
-        self._run(lambda: ocp.partial.finalize(self._params), 0)
-        self._wait()
         try:
+            if self._journal is not None:
+                self._journal.finish()
+            self._run(lambda: ocp.partial.finalize(self._params), 0)
+            self._wait()
             params_files = {}
             for path in sorted(file for file in (self.folder / PARAMS).rglob("*") if file.is_file()):
                 params_files[str(path.relative_to(self.folder))] = {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
             num_params = sum(math.prod(tensor["shape"]) for tensor in self._tensors.values())
-            _sync_tree(self.folder)
-            self.write_json(MANIFEST, {"format": FORMAT, "layout_version": LAYOUT_VERSION, **facts, "num_params": num_params,
-                                       "tensors": self._tensors, "params_files": params_files})
-            _sync(self.folder / MANIFEST)
-            _sync(self.folder)
-            self._publish()
+            manifest = {"format": FORMAT, "layout_version": LAYOUT_VERSION, **facts, "num_params": num_params, "tensors": self._tensors,
+                        "params_files": params_files}
+            if verify is not None:
+                self.write_json(MANIFEST, manifest)
+                manifest["verification"] = verify(self.folder)
+                (self.folder / MANIFEST).unlink()
+            staging.sync_tree(self.folder)
+            self.write_json(MANIFEST, manifest)
+            staging.sync(self.folder / MANIFEST)
+            staging.sync(self.folder)
+            check_output(self.output, overwrite=self._overwrite)
+            staging.publish(self.folder, self.output)
         except OSError as error:
-            raise _write_error(self.output, error) from error
-
-    def _publish(self) -> None:
-        """Moves the finished folder to its place; an old checkpoint there is kept until that has worked."""
-        check_output(self.output, overwrite=self._overwrite)
-        old = self.output.with_name(f"{self.output.name}.old-{os.getpid()}")
-        replaces = self.output.exists() and any(self.output.iterdir())
-        try:
-            if replaces:
-                self.output.rename(old)
-            self.folder.rename(self.output)
-            _sync(self.output.parent)
-        finally:  # whatever interrupts this, one of the two stands at the output
-            if replaces and old.exists():
-                if self.output.exists():
-                    _remove_tree(old)
-                else:
-                    old.rename(self.output)
+            raise self._write_error(error) from error
 
     @property
     def _params(self) -> Path:
@@ -169,10 +168,28 @@ class CheckpointWriter:
         if self._batch:
             self._wait()
             batch, self._batch = self._batch, {}
+            specs = {path: _spec(array) for path, array in batch.items()}
             num_bytes = _num_bytes(batch)
-            self._run(lambda: _save(self._params, {path: _as_leaf(array) for path, array in batch.items()}), num_bytes)
+            leaves = {path: _as_leaf(array) for path, array in batch.items()}
+            del batch
+            self._run(lambda: self._save(leaves, specs), num_bytes)
 
-    def _run(self, work: Any, num_bytes: int) -> None:
+    def _save(self, leaves: dict[str, Any], specs: Mapping[str, dict[str, Any]]) -> None:
+        """Writes a batch, frees its memory at once, and records it where the run can be continued.
+
+        Orbax leaves reference cycles that hold the arrays, and jax gives memory that it borrowed from numpy back in a callback of the
+        garbage collector only: so the arrays are deleted, and the youngest generation, which is cheap, is collected.
+        """
+        ocp.partial.save(self._params, leaves)
+        for array in leaves.values():
+            if isinstance(array, jax.Array):
+                array.delete()
+        leaves.clear()
+        gc.collect(0)
+        if self._journal is not None:
+            self._journal.add_batch(specs)
+
+    def _run(self, work: Callable[[], None], num_bytes: int) -> None:
         def guarded() -> None:
             context = ocp.Context()
             context.array.saving.use_compression = False
@@ -191,7 +208,7 @@ class CheckpointWriter:
         try:
             future.result()
         except (OSError, ValueError, RuntimeError) as error:  # tensorstore reports a full disk as any of them
-            raise _write_error(self.output, error) from error
+            raise self._write_error(error) from error
 
 
 class _QuietOrbax(logging.Filter):
@@ -215,19 +232,6 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{output} already holds a converted checkpoint: give --overwrite to replace it, or choose another --output")
 
 
-def _save(folder: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes a batch and frees its memory at once.
-
-    Orbax leaves reference cycles that hold the arrays, and jax gives memory that it borrowed from numpy back in a callback of the
-    garbage collector only: so the arrays are deleted, and the youngest generation, which is cheap, is collected.
-    """
-    ocp.partial.save(folder, dict(arrays))
-    for array in arrays.values():
-        if isinstance(array, jax.Array):
-            array.delete()
-    gc.collect(0)
-
-
 def _as_leaf(array: np.ndarray) -> Any:
     """The buffer as a jax array on the CPU that shares its memory, which Orbax writes without a copy.
 
@@ -240,42 +244,9 @@ def _as_leaf(array: np.ndarray) -> Any:
     return jax.device_put(array, device, may_alias=True)
 
 
+def _spec(array: np.ndarray) -> dict[str, Any]:
+    return {"shape": list(array.shape), "dtype": array.dtype.name}
+
+
 def _num_bytes(batch: Mapping[str, np.ndarray]) -> int:
     return sum(array.nbytes for array in batch.values())
-
-
-def _write_error(path: Path, error: Exception) -> CheckpointError:
-    reason = str(error)
-    if "No space left" in reason:
-        reason = "the disk is full"
-    return CheckpointError(f"{path} cannot be written ({reason:.300}): nothing was left there; choose another --output or free the disk")
-
-
-def _warn_of_leftovers(output: Path) -> None:
-    """Names the folders of runs that were killed outright. They are not removed: another process may own them."""
-    for leftover in sorted(output.parent.glob(f"{glob.escape(output.name)}.partial-*")):
-        logger.warning("%s is left from a run that was killed, or from one that still runs: remove it when none does", leftover)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_tree(folder: Path) -> None:
-    """Removes a folder, again if something still wrote into it; says so when it cannot."""
-    for _ in range(20):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.05)
-    logger.error("%s could not be removed; it is not a checkpoint, remove it by hand", folder)

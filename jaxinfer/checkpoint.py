@@ -21,6 +21,7 @@ from jaxinfer.errors import CheckpointError
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 FORMAT = "jaxinfer-checkpoint"
 LAYOUT_VERSION = 1
@@ -98,6 +99,40 @@ def restore_params(path: str | os.PathLike[str], abstract: "Mapping[str, jax.Sha
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{folder / PARAMS} cannot be restored ({str(error):.300}): it is damaged, convert it again") from error
     return {name: restored[name] for name in abstract}
+
+
+def read_param(path: str | os.PathLike[str], manifest: Mapping[str, Any], name: str) -> "np.ndarray":
+    """One parameter as it is stored, on the host; nothing else is read.
+
+    Args:
+      path: the checkpoint's folder.
+      manifest: of `read_manifest`.
+      name: dotted path, one of the manifest's tensors.
+
+    Returns:
+      An array of the manifest's shape and dtype, which must not be written to.
+
+    Raises:
+      CheckpointError: the parameter cannot be read, or is stored with another shape or dtype.
+    """
+    import jax
+    import numpy as np
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    folder, spec = Path(path), manifest["tensors"][name]
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        with context:
+            target = jax.ShapeDtypeStruct(tuple(spec["shape"]), spec["dtype"], sharding=sharding)
+            loaded = ocp.load((folder / PARAMS).absolute(), {name: target})
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(f"{folder / PARAMS} holds no {name} that can be restored ({str(error):.300}): convert it again") from error
+    value = loaded.get(name)  # a partial restore gives an absent parameter's target back
+    if not isinstance(value, jax.Array):
+        raise CheckpointError(f"{folder / PARAMS} holds no {name}, which {MANIFEST} lists: convert it again")
+    return np.asarray(value)
 
 
 def verify_files(path: str | os.PathLike[str], manifest: Mapping[str, Any]) -> None:

@@ -15,35 +15,45 @@ def converted_checkpoint(model: str, *, dtype: str, cache: Path | None = None) -
     """A converted checkpoint folder for `model`, converting into `cache` where it is not one yet.
 
     Args:
-      model: converted folder, Hugging Face folder or .gguf file.
+      model: converted folder, Hugging Face folder, .gguf file, or an id of the Hugging Face hub (org/name, org/name@revision). A path
+        that exists goes before an id.
       dtype: dtype to convert to; auto keeps the source's.
       cache: where conversions are kept, keyed by the source's path, files, sizes and times.
 
     Raises:
-      CheckpointError: there is no such file or folder, or it is none of the three kinds.
+      CheckpointError: there is no such file, folder or model, the hub cannot be reached, or it is none of these kinds.
     """
     path = Path(model).expanduser()
     if not model or not path.exists():
-        raise CheckpointError(f"model = {model!r}: no such file or folder. Give a converted checkpoint, a Hugging Face folder or a .gguf file.")
+        from convert import hub
+
+        if not hub.is_model_id(model):
+            raise CheckpointError(f"model = {model!r}: no such file or folder. Give a converted checkpoint, a Hugging Face folder, a .gguf "
+                                  "file or an id of the Hugging Face hub (org/name).")
+        return _converted(hub.download(model), model.replace("/", "--").replace("@", "--"), dtype, cache, source=model)
     if (path / "manifest.json").is_file():
         return path
     is_gguf = path.is_file() and path.suffix == ".gguf"
     if not is_gguf and not (path / "config.json").is_file():
         raise CheckpointError(f"model = {model!r}: neither a converted checkpoint (no manifest.json) nor a Hugging Face folder (no "
                               "config.json) nor a .gguf file.")
+    return _converted(path, path.stem if path.is_file() else path.name, dtype, cache, source=path)
+
+
+def _converted(path: Path, name: str, dtype: str, cache: Path | None, *, source: str | Path) -> Path:
+    """The conversion of a local source in the cache, made now where it is not there."""
     from convert.converter import convert
 
-    target = (cache or CACHE).expanduser() / _cache_name(path, dtype)
+    target = (cache or CACHE).expanduser() / f"{name}-{_digest(path, dtype)}"
     if not (target / "manifest.json").is_file():
-        logger.info("converting %s into %s (once; later runs start from there)", path, target)
+        logger.info("converting %s into %s (once; later runs start from there)", source, target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        convert(path, target, dtype=dtype)
+        convert(source, target, dtype=dtype)
     return target
 
 
-def _cache_name(path: Path, dtype: str) -> str:
-    """A folder name that changes whenever a source file does."""
+def _digest(path: Path, dtype: str) -> str:
+    """Changes whenever a source file does."""
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    digest = hashlib.sha256(repr((str(path.resolve()), stats, dtype)).encode()).hexdigest()[:16]
-    return f"{path.stem if path.is_file() else path.name}-{digest}"
+    return hashlib.sha256(repr((str(path.resolve()), stats, dtype)).encode()).hexdigest()[:16]

@@ -259,14 +259,14 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0 and "peak anonymous memory" in done.stderr, done.stderr
     assert read_manifest(tmp_path / "out")["dtype"] == "float32"
     for args, code, message in (
-        (["--help"], 1, "python -m convert --model=FOLDER"),
-        (["--modle=x"], 1, "Unknown command line flag 'modle'"),
-        ([f"--model={source}"], 1, "--output is needed"),
-        ([f"--model={source}", f"--output={tmp_path / 'o'}", "stray"], 1, "unexpected arguments 'stray'"),
-        ([f"--model={source}", f"--output={tmp_path / 'o'}", "--dtype=int4"], 1, "should be one of"),
+        (["--help"], 0, "python -m convert --model=FOLDER"),
+        (["--modle=x"], 2, "Unknown command line flag 'modle'"),
+        ([f"--model={source}"], 2, "--output is needed"),
+        ([f"--model={source}", f"--output={tmp_path / 'o'}", "stray"], 2, "unexpected argument 'stray'"),
+        ([f"--model={source}", f"--output={tmp_path / 'o'}", "--dtype=int4"], 2, "should be one of"),
     ):
         done = run_cli(*args)
-        assert message in done.stdout + done.stderr and done.returncode == code, (args, done)  # absl ends --help with 1
+        assert message in done.stdout + done.stderr and done.returncode == code, (args, done)
         assert "Traceback" not in done.stderr
     done = run_cli(f"--model={tmp_path / 'absent'}", f"--output={tmp_path / 'o'}")
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "does not exist" in done.stderr
@@ -276,7 +276,7 @@ def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path) -> None:
     """A real failure inside Orbax: the process may write files of 20 kB at most."""
     config = hf_config(tied=True)
     source = write_hf(tmp_path / "hf", config, hf_tensors(config))
-    limited = "import resource, convert.__main__ as m; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); m.main()"
+    limited = "import resource, sys, convert.__main__ as m; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); sys.exit(m.main())"
     done = subprocess.run([sys.executable, "-c", limited, f"--model={source}", f"--output={tmp_path / 'out'}"], cwd=ROOT,
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "cannot be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -290,7 +290,7 @@ def test_signals_leave_nothing(tmp_path: Path, signal_number: int) -> None:
     slow = ("import sys, time, convert.__main__ as m, convert.converter as c\n"
             "real = c.fill\n"
             "def fill(*a):\n    time.sleep(0.2); real(*a)\n"
-            "c.fill = fill\nm.main()")
+            "c.fill = fill\nsys.exit(m.main())")
     process = subprocess.Popen([sys.executable, "-c", slow, f"--model={source}", f"--output={tmp_path / 'out'}"], cwd=ROOT,
                                stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     deadline = time.monotonic() + 60

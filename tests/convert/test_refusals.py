@@ -1,7 +1,11 @@
-"""Sources that must be refused: each by name, before any weight is written, leaving no output."""
+"""Sources that must be refused: each by name, before any weight is written, leaving no output.
+
+  python -m tests.convert.test_refusals    prints every refusal of this table with its whole message
+"""
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,13 @@ TENSOR_CASES: dict[str, Callable[[dict[str, Any], dict[str, np.ndarray]], Any]] 
     "quantised .'awq'.": lambda c, t: c.update(quantization_config={"quant_method": "awq"}),
     "GPTNeoXForCausalLM": lambda c, t: c.update(architectures=["GPTNeoXForCausalLM"]),
     "eos_token_id in config.json is 'x'": lambda c, t: c.update(eos_token_id="x"),
+    "has no 'rms_norm_eps'": lambda c, t: c.pop("rms_norm_eps"),
+    "attributes that are not implemented: logit_softcap = 30": lambda c, t: c.update(logit_softcap=30),
+    "rope kind 'longrope'": lambda c, t: c.update(rope_scaling={"rope_type": "longrope", "factor": 4.0}),
+    "needs a finite number > 0 as 'factor'": lambda c, t: c.update(rope_scaling={"type": "linear"}),
+    "hidden_act = 'gelu'": lambda c, t: c.update(hidden_act="gelu"),
+    "vocab_size = 1000000000000": lambda c, t: c.update(vocab_size=10**12),
+    r"tensor lm_head.weight has shape \[100, 64\]": lambda c, t: t.update({"lm_head.weight": np.zeros((100, 64), np.float32)}),
 }
 
 
@@ -94,10 +105,14 @@ FOLDER_CASES: dict[str, Callable[[Path], Any]] = {
     "which is no .safetensors file of this folder": lambda f: edit_index(f, ghost="../x.safetensors"),
     "is in both": lambda f: write_safetensors(shard(f, 2), hf_tensors(hf_config())),
     "has no weight_map": lambda f: (f / "model.safetensors.index.json").write_text("{}"),
-    "neither model.safetensors nor": lambda f: (f / "model.safetensors.index.json").unlink(),
+    "but none of model.safetensors": lambda f: (f / "model.safetensors.index.json").unlink(),
     "config.json does not exist": lambda f: (f / "config.json").unlink(),
     "cannot be read as JSON": lambda f: (f / "config.json").write_text('{"a": 1, "a": 2}'),
     "holds a JSON list": lambda f: (f / "config.json").write_text("[]"),
+    "generation_config.json cannot be read as JSON": lambda f: (f / "generation_config.json").write_text("{"),
+    "tokenizer.json describes no tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
+    "tokenizer_config.json cannot be read as JSON": lambda f: (f / "tokenizer_config.json").write_bytes(b"\xff"),
+    "eos_token_id in generation_config.json is -1": lambda f: (f / "generation_config.json").write_text('{"eos_token_id": -1}'),
 }
 
 
@@ -114,7 +129,7 @@ def test_folders_without_safetensors(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     refused(tmp_path, folder, "has no weights")
     (folder / "pytorch_model.bin").write_bytes(b"")
-    refused(tmp_path, folder, "pytorch_model.bin is a pickle")
+    refused(tmp_path, folder, "pytorch_model.bin is no torch checkpoint")
     refused(tmp_path, tmp_path / "nothing", "does not exist")
     (tmp_path / "model.onnx").write_bytes(b"")
     refused(tmp_path, tmp_path / "model.onnx", "neither a folder nor a .gguf file")
@@ -199,3 +214,38 @@ def test_tables_that_are_no_bijection() -> None:
     for message in ("parameter a is set 2 times", "parameter c is never set", "b is not a parameter of the model",
                     "a has 2 elements, of which 4 are set", "tensor x is used by both a and a", "missing tensor y, needed for a"):
         assert message in str(caught.value)
+
+
+def messages(root: Path) -> dict[str, str]:
+    """What is wrong -> the whole message, for every row of the tables above."""
+    found = {}
+
+    def record(what: str, source: Path) -> None:
+        try:
+            convert(source, root / "out", progress=False)
+        except JaxInferError as error:
+            found[what] = f"{type(error).__name__}: {error}".replace(str(root), "...")
+
+    for i, (what, change) in enumerate(TENSOR_CASES.items()):
+        config = hf_config()
+        tensors = hf_tensors(config, np.float32)
+        change(config, tensors)
+        record(what, write_hf(root / f"t{i}", config, tensors))
+    for i, (what, spoil) in enumerate(FOLDER_CASES.items()):
+        spoil(folder := write_hf(root / f"f{i}", hf_config(), hf_tensors(hf_config()), shards=2))
+        record(what, folder)
+    for i, (what, (metadata, pre)) in enumerate(GGUF_CASES.items()):
+        write_gguf(root / f"g{i}.gguf", hf_config(), hf_tensors(hf_config(), np.float32), pre=pre, metadata=metadata)
+        record(what, root / f"g{i}.gguf")
+    return found
+
+
+def test_the_table_is_whole(tmp_path: Path) -> None:
+    found = messages(tmp_path)
+    assert len(found) == len(TENSOR_CASES) + len(FOLDER_CASES) + len(GGUF_CASES) >= 40
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (what, message) in enumerate(messages(Path(scratch)).items(), 1):
+            print(f"{number:3}. {what}\n     {message}".replace("\n  - ", "\n       - "))
