@@ -53,7 +53,7 @@ class _ValueParser(flags.ArgumentParser[Any]):
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(int(part) for part in text.split(",")) if text else ()
 
 
 _READERS: dict[Any, tuple[Callable[[str], Any], str]] = {

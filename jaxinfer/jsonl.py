@@ -6,6 +6,7 @@ for this line alone, and an "id" that comes back with the result.
 
 import dataclasses
 import json
+import math
 import os
 import stat
 import types
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import JaxInferError, RequestError
-from jaxinfer.request import RequestOutput
+from jaxinfer.request import CompletionOutput, PositionLogprobs, RequestOutput
 from jaxinfer.sampling.params import SamplingParams
 
 SOURCES = ("prompt", "messages", "prompt_token_ids")
@@ -109,6 +110,8 @@ def _fits(value: Any, hint: Any) -> bool:
     """Whether a JSON value has the type of a SamplingParams field."""
     if isinstance(hint, types.UnionType):
         return any(_fits(value, h) for h in typing.get_args(hint))
+    if typing.get_origin(hint) is Mapping:
+        return isinstance(value, dict)  # SamplingParams checks what it holds
     if typing.get_origin(hint) is Sequence:
         return isinstance(value, list) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
     if hint is float:
@@ -126,11 +129,27 @@ def result(entry: Entry, output: RequestOutput) -> dict[str, Any]:
     if output.error is not None:
         return failure(entry, output.error)
     ms = {"ttft_ms": output.metrics.ttft_s, "latency_ms": output.metrics.latency_s}
+    scores = {} if output.prompt_logprobs is None else {"prompt_logprobs": [p and _logprobs(p) for p in output.prompt_logprobs]}
     return {
         **entry.tags, **entry.prompt, "num_prompt_tokens": len(output.prompt_token_ids), "num_cached_tokens": output.num_cached_tokens,
-        "outputs": [dataclasses.asdict(o) for o in output.outputs],
+        "outputs": [_completion(o) for o in output.outputs], **scores,
         **{name: None if seconds is None else round(1e3 * seconds, 3) for name, seconds in ms.items()},
     }
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    """A completion's fields; log-probabilities only where they were asked for."""
+    fields = {f.name: getattr(completion, f.name) for f in dataclasses.fields(completion)}
+    if completion.logprobs is None:
+        del fields["logprobs"], fields["cumulative_logprob"]
+        return fields
+    return {**fields, "logprobs": [_logprobs(position) for position in completion.logprobs]}
+
+
+def _logprobs(position: PositionLogprobs) -> dict[str, Any]:
+    """Token id -> log-probability, rank and text, as JSON can hold it: the logarithm of zero is null."""
+    return {str(token_id): {**dataclasses.asdict(p), "logprob": p.logprob if math.isfinite(p.logprob) else None}
+            for token_id, p in position.items()}
 
 
 class ResultFile:

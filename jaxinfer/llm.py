@@ -158,22 +158,14 @@ class LLM:
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The n requests of one prompt, checked but not yet queued."""
         from jaxinfer.engine.engine import check_prompt
+        from jaxinfer.engine.requests import make_requests
 
         text, token_ids = self._encode(prompt)
-        resolved = self.engine.resolved
-        check_prompt(token_ids, resolved)
-        if params.stop and self.tokenizer is None:
-            raise RequestError(f"stop = {params.stop!r}: stop strings need a tokenizer, and this engine has none. Use stop_token_ids.")
-        bad = [t for t in params.stop_token_ids or () if t >= resolved.model.vocab_size]
-        if bad:
-            raise RequestError(f"stop_token_ids holds {bad[0]}, outside the vocabulary [0, {resolved.model.vocab_size}).")
-        room = resolved.max_model_len - len(token_ids)
+        check_prompt(token_ids, self.engine.resolved)
         number = next(self._numbers)
         seed = params.seed if params.seed is not None else (self.config.seed * 1_000_003 + number) % 2**32
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_token_ids)
-        requests = [Request(
-            request_id=f"{number}" if params.n == 1 else f"{number}-{i}", prompt_token_ids=token_ids, params=params, stop_token_ids=stops,
-            max_total_len=len(token_ids) + min(params.max_tokens or room, room), seed=seed, sample_index=i) for i in range(params.n)]
+        requests = make_requests(f"{number}", token_ids, params, seed=seed, end_token_ids=self._end_token_ids,
+                                 resolved=self.engine.resolved, tokenizer=self.tokenizer)
         self._prompts.update({r.request_id: text for r in requests})
         return requests
 
@@ -253,14 +245,18 @@ class LLM:
         completions = []
         for request in requests:
             text, stop_reason = self.engine.outputs.text(request)
+            logprobs, cumulative_logprob = self.engine.outputs.logprobs(request)
             completions.append(CompletionOutput(
                 index=request.sample_index, text=text, token_ids=tuple(request.output_token_ids), finish_reason=request.finish_reason,
-                stop_reason=stop_reason))
+                stop_reason=stop_reason, logprobs=logprobs, cumulative_logprob=cumulative_logprob))
         failed = any(r.finish_reason is FinishReason.ERROR for r in requests)
+        barred = "; or what the request bars left no token to sample" if first.params.has_rules else ""
         return RequestOutput(
             request_id=first.request_id, prompt=self._prompts.get(first.request_id), prompt_token_ids=first.prompt_token_ids,
             outputs=tuple(completions), num_cached_tokens=first.num_cached_tokens,
-            error=("the model produced non-finite logits: float16 overflows in some models, try dtype='bfloat16'" if failed else None),
+            prompt_logprobs=self.engine.outputs.prompt_logprobs(first),
+            error=(f"the model produced non-finite logits: float16 overflows in some models, try dtype='bfloat16'{barred}" if failed
+                   else None),
             metrics=RequestMetrics(ttft_s=_since(first, first.first_token_time), latency_s=_since(first, first.finish_time),
                                    num_preemptions=sum(r.num_preemptions for r in requests)))
 

@@ -39,6 +39,13 @@ class Request:
     """Seed of the random stream, resolved: in [0, 2**32)."""
     sample_index: int = 0
     """Which of the prompt's n completions this is."""
+    end_token_ids: frozenset[int] = frozenset()
+    """The model's end tokens, which min_tokens bars even where ignore_eos takes them out of stop_token_ids."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be generated."""
+    scores_prompt: bool = False
+    """The log-probabilities of the prompt's tokens are wanted. Such a request needs a cache_salt of its own: tokens that come from
+    the prefix cache pass through no step."""
     priority: int = 0
     """Smaller runs first, under the policies that look at it."""
     cache_salt: str = ""
@@ -91,6 +98,21 @@ class RequestMetrics:
     num_preemptions: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability under the model's own distribution (before temperature, penalties, biases and bars)."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest token. Beyond the likeliest ones that were asked for, equal ones count as before it."""
+    decoded_token: str | None
+    """The token by itself as text; None without a tokenizer."""
+
+
+type PositionLogprobs = dict[int, Logprob]
+"""Token id -> log-probability, at one position: the token that stands there first, then the likeliest ones, best first."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
     """One completion, whole or so far."""
@@ -101,6 +123,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     """The stop id or stop string that ended it, where one did."""
+    logprobs: list[PositionLogprobs] | None = None
+    """One entry an output token, where SamplingParams.logprobs asks for them."""
+    cumulative_logprob: float | None = None
+    """Sum of the sampled tokens' log-probabilities, where logprobs are asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +139,8 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    """One entry a prompt token, None for the first, where SamplingParams.prompt_logprobs asks for them; so far, while it runs."""
     error: str | None = None
     """Why nothing could be generated, where a batch went on past a bad request."""
 

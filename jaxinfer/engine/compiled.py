@@ -15,9 +15,13 @@ import numpy as np
 from jax import monitoring
 
 from jaxinfer.engine.load import LoadedModel
+from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
-from jaxinfer.engine.step import step, update_page_table
-from jaxinfer.state import DeviceState, KVCache, StepLayout, StepOutput
+from jaxinfer.engine.step import score_prompt, step, update_page_table, write_counts, write_rules
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.rules import token_rules
+from jaxinfer.state import NUM_RECENT, DeviceState, KVCache, SlotTables, StepLayout, StepOutput, TokenLogprobs, TokenRules
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +92,15 @@ class CompiledSteps:
         self.counter = CompileCounter()
         self.state = _new_state(resolved, model)
         self._step = functools.partial(
-            step, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens,
+            step, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs,
             attention_implementation=resolved.attention_implementation)
         self._executables: dict[StepLayout, jax.stages.Compiled] = {}
-        self._bulk_update: jax.stages.Compiled | None = None
+        # Run as they are where steps are not compiled.
+        self._update_page_table: Callable[..., DeviceState] = update_page_table
+        self._write_rules: Callable[..., DeviceState] = write_rules
+        self._write_counts: Callable[..., DeviceState] = write_counts
+        self._score: Callable[..., TokenLogprobs] = functools.partial(
+            score_prompt, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs)
 
     def warm_up(self) -> WarmUp:
         """Compiles every bucket, in threads, and runs each once on padding alone. After this nothing compiles."""
@@ -101,9 +110,7 @@ class CompiledSteps:
             workers = min(len(self.resolved.layouts), os.cpu_count() or 1)
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
                 self._executables = dict(zip(self.resolved.layouts, pool.map(self._compile, self.resolved.layouts), strict=True))
-            updates = jax.ShapeDtypeStruct((NUM_BULK_UPDATES,), np.int32)
-            self._bulk_update = jax.jit(update_page_table, donate_argnames=("state",)).lower(
-                _abstract(self.state), updates, updates, updates).compile()
+            self._compile_the_rest()
             self._rehearse()
         self.compiles_at_start = self.counter.count
         plans = [plan for e in self._executables.values() if (plan := e.memory_analysis()) is not None]
@@ -123,9 +130,25 @@ class CompiledSteps:
             output, self.state = self._step(self.params, self.state, jax.numpy.asarray(buffer), layout=layout)
         else:
             output, self.state = self._executables[layout](self.params, self.state, buffer)
-        output.tokens.copy_to_host_async()
-        output.finite.copy_to_host_async()
+        wanted = output if layout.view(buffer, "sampling.wants_logprobs").any() else (output.tokens, output.finite)
+        for x in jax.tree.leaves(wanted):
+            x.copy_to_host_async()
         return output
+
+    def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> TokenLogprobs:
+        """Log-probabilities of `targets` at `rows` of the last mixed step's hidden states, both [NUM_SCORES] int32."""
+        logprobs = self._score(self.params, self.state.hidden, rows, targets)
+        for x in jax.tree.leaves(logprobs):
+            x.copy_to_host_async()
+        return logprobs
+
+    def write_rules(self, slot: int, recent_tokens: np.ndarray, rules: TokenRules) -> None:
+        """Gives a slot its request's rules and last output tokens."""
+        self.state = self._write_rules(self.state, np.asarray(slot, np.int32), recent_tokens, rules)
+
+    def write_counts(self, slot: int, counts: np.ndarray) -> None:
+        """Gives a slot its request's token counts [V]."""
+        self.state = self._write_counts(self.state, np.asarray(slot, np.int32), counts)
 
     def write_page_table(self, updates: list[tuple[int, int, int]]) -> None:
         """Page-table writes (slot, entry, page) beyond what a step's buffer takes."""
@@ -134,8 +157,7 @@ class CompiledSteps:
             part[0] = self.resolved.max_num_seqs
             chunk = updates[start:start + NUM_BULK_UPDATES]
             part[:, :len(chunk)] = np.asarray(chunk, np.int32).T
-            write = self._bulk_update if self._bulk_update is not None else update_page_table
-            self.state = write(self.state, *part)
+            self.state = self._update_page_table(self.state, *part)
 
     def _compile(self, layout: StepLayout) -> jax.stages.Compiled:
         jitted = jax.jit(self._step, static_argnames=("layout",), donate_argnames=("state",))
@@ -143,6 +165,27 @@ class CompiledSteps:
         compiled = jitted.lower(_abstract(self.params), _abstract(self.state), buffer, layout=layout).compile()
         logger.debug("compiled %s", layout)
         return compiled
+
+    def _compile_the_rest(self) -> None:
+        """What runs beside the buckets: long page-table updates, the two writers of a slot's tables, the scoring of prompts."""
+        state = _abstract(self.state)
+        updates = jax.ShapeDtypeStruct((NUM_BULK_UPDATES,), np.int32)
+        slot, rules, counts = self._empty_slot()
+
+        def writer(function: Callable[..., DeviceState], *args: Any) -> jax.stages.Compiled:
+            return jax.jit(function, donate_argnames=("state",)).lower(state, *args).compile()
+
+        self._update_page_table = writer(update_page_table, updates, updates, updates)
+        self._write_rules = writer(write_rules, slot, np.zeros(NUM_RECENT, np.int32), rules)
+        self._write_counts = writer(write_counts, slot, counts)
+        scores = jax.ShapeDtypeStruct((NUM_SCORES,), np.int32)
+        self._score = jax.jit(self._score).lower(_abstract(self.params), state.hidden, scores, scores).compile()
+
+    def _empty_slot(self) -> tuple[np.ndarray, TokenRules, np.ndarray]:
+        """The padding's slot, and what leaves it without rules and counts."""
+        vocab_size = self.resolved.model.vocab_size
+        rules = token_rules(SamplingParams(), (), (), vocab_size=vocab_size)
+        return np.asarray(self.resolved.max_num_seqs, np.int32), rules, np.zeros(vocab_size, np.int32)
 
     def _rehearse(self) -> None:
         """Runs every executable on padding, so that first-call costs (module load, autotuned plans) fall here."""
@@ -152,8 +195,12 @@ class CompiledSteps:
             layout.view(buffer, "update_slots")[:] = layout.null_slot
             output = self.run(layout, buffer)
         self.write_page_table([(self.resolved.max_num_seqs, 0, 0)])
-        jax.block_until_ready((output, self.state))
-        np.asarray(output.tokens), np.asarray(output.finite)
+        slot, rules, counts = self._empty_slot()
+        self.write_rules(int(slot), np.zeros(NUM_RECENT, np.int32), rules)
+        self.write_counts(int(slot), counts)
+        scores = self.score_prompt(np.zeros(NUM_SCORES, np.int32), np.zeros(NUM_SCORES, np.int32))
+        jax.block_until_ready(self.state)
+        jax.device_get((output, scores))
 
 
 def _abstract(tree: Any) -> Any:
@@ -161,15 +208,34 @@ def _abstract(tree: Any) -> Any:
 
 
 def _new_state(resolved: ResolvedConfig, model: LoadedModel) -> DeviceState:
-    """Zeroed pages, page table and last tokens, placed beside the weights."""
-    config = model.config
+    """A zeroed state, placed beside the weights."""
     sharding = next(iter(model.params.values())).sharding
-    shape = (resolved.num_pages, config.num_kv_heads, resolved.page_size, config.head_dim)
+    return make_state(
+        model.config, lambda shape, dtype: jax.numpy.zeros(shape, dtype, device=sharding), max_num_seqs=resolved.max_num_seqs,
+        num_pages=resolved.num_pages, page_size=resolved.page_size, num_pages_per_seq=resolved.num_pages_per_seq,
+        max_num_tokens=max(x.num_tokens for x in resolved.layouts if not x.decode_only), dtype=resolved.dtype, kv_dtype=resolved.kv_dtype)
 
-    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.numpy.zeros(shape, dtype, device=sharding)
 
-    pools = [tuple(zeros(shape, resolved.kv_dtype) for _ in range(config.num_layers)) for _ in "kv"]
-    return DeviceState(
-        cache=KVCache(k=pools[0], v=pools[1]), last_tokens=zeros((resolved.max_num_seqs + 1,), np.int32),
-        page_table=zeros((resolved.max_num_seqs + 1, resolved.num_pages_per_seq), np.int32))
+def make_state(config: ModelConfig, zeros: Callable[[tuple[int, ...], Any], Any], *, max_num_seqs: int, num_pages: int, page_size: int,
+               num_pages_per_seq: int, max_num_tokens: int, dtype: Any, kv_dtype: Any) -> DeviceState:
+    """A state of the shapes that an engine needs.
+
+    Args:
+      config: the model.
+      zeros: makes one array of a shape and dtype; jax.ShapeDtypeStruct makes shapes alone.
+      max_num_seqs: S.
+      num_pages: P, the null page included.
+      page_size: Z.
+      num_pages_per_seq: M.
+      max_num_tokens: T of the largest mixed bucket.
+      dtype: of activations.
+      kv_dtype: of keys and values.
+    """
+    num_slots, shape = max_num_seqs + 1, (num_pages, config.num_kv_heads, page_size, config.head_dim)
+    k, v = (tuple(zeros(shape, kv_dtype) for _ in range(config.num_layers)) for _ in "kv")
+    one = token_rules(SamplingParams(), (), (), vocab_size=config.vocab_size)
+    slots = SlotTables(
+        recent_tokens=zeros((num_slots, NUM_RECENT), np.int32), counts=zeros((num_slots, config.vocab_size), np.int32),
+        rules=jax.tree.map(lambda x: zeros((num_slots, *x.shape), x.dtype), one))
+    return DeviceState(cache=KVCache(k=k, v=v), page_table=zeros((num_slots, num_pages_per_seq), np.int32), slots=slots,
+                       hidden=zeros((max_num_tokens, config.dim), dtype))

@@ -3,7 +3,7 @@
 import collections
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -11,11 +11,15 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine import hardware
 from jaxinfer.engine.compiled import CompiledSteps
 from jaxinfer.engine.load import LoadedModel
+from jaxinfer.engine.logprobs import HostLogprobs
 from jaxinfer.engine.metrics import EngineMetrics, decode_read_bytes
 from jaxinfer.engine.output import OutputProcessor
 from jaxinfer.engine.pack import pack, pick_layout
+from jaxinfer.engine.prompt_scores import Scored, score_calls
 from jaxinfer.engine.resolve import ResolvedConfig, resolve
+from jaxinfer.engine.slots import SlotWriter
 from jaxinfer.errors import RequestError
+from jaxinfer.layers.rotary import prompt_class
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.scheduler.pages import PageAllocator
 from jaxinfer.scheduler.plan import SchedulePlan
@@ -38,16 +42,19 @@ class Engine:
         self.scheduler = Scheduler(
             max_num_seqs=self.resolved.max_num_seqs, max_num_batched_tokens=self.resolved.max_num_batched_tokens,
             max_model_len=self.resolved.max_model_len, pages=self.pages, policy=config.scheduling_policy,
-            prefix_cache=HashedPrefixCache(self.pages) if config.enable_prefix_caching else NullPrefixCache())
+            length_buckets=config.length_buckets, length_bucket_caps=config.length_bucket_caps,
+            long_prefill_share=config.long_prefill_share, preemption_grace_tokens=config.preemption_grace_tokens,
+            prefix_cache=HashedPrefixCache(self.pages, namespace=self._cache_namespace) if config.enable_prefix_caching else NullPrefixCache())
         self.outputs = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(
             decode_read_bytes=decode_read_bytes(model.params, model.config),
             kv_token_bytes=self.resolved.memory.page_bytes // self.resolved.page_size,
             read_bytes_per_s=self.resolved.hardware.read_bytes_per_s)
-        self._in_flight: collections.deque[tuple[SchedulePlan, StepOutput]] = collections.deque()
+        self._in_flight: collections.deque[tuple[SchedulePlan, StepOutput, list[Scored]]] = collections.deque()
         self._depth = 1 if config.async_scheduling and not config.enforce_eager else 0
         self.steps = CompiledSteps(model, self.resolved)
         self.warm_up = self.steps.warm_up()
+        self._slots = SlotWriter(self.steps, vocab_size=model.config.vocab_size)
         logger.info("%s", self.describe())
 
     def add(self, request: Request) -> None:
@@ -59,6 +66,10 @@ class Engine:
         check_prompt(request.prompt_token_ids, self.resolved)
         self.scheduler.add(request)
         self.outputs.start(request)
+
+    def _cache_namespace(self, request: Request) -> Hashable:
+        """What two requests must have alike, beside tokens, to share pages: their salt, and what rotary makes of the prompt's length."""
+        return request.cache_salt, prompt_class(self.model.config.rope, len(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> bool:
         """Withdraws a request, wherever it stands; False where it is not known."""
@@ -73,7 +84,7 @@ class Engine:
         start = time.perf_counter()
         plan = self.scheduler.next()
         if plan is not None:
-            self._in_flight.append((plan, self._dispatch(plan)))
+            self._in_flight.append((plan, *self._dispatch(plan)))
         self.metrics.host_seconds += time.perf_counter() - start
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             return self._apply(*self._in_flight.popleft())
@@ -81,25 +92,31 @@ class Engine:
             self.metrics.pause()
         return []
 
-    def _dispatch(self, plan: SchedulePlan) -> StepOutput:
+    def _dispatch(self, plan: SchedulePlan) -> tuple[StepOutput, list[Scored]]:
         layout = pick_layout(self.resolved.layouts, plan)
         updates = plan.page_updates
         if len(updates) > layout.num_updates:
             self.steps.write_page_table(list(updates[layout.num_updates:]))
             updates = updates[:layout.num_updates]
-        return self.steps.run(layout, pack(plan, layout, updates))
+        self._slots.write(plan)
+        output = self.steps.run(layout, pack(plan, layout, updates))
+        return output, [Scored(call=call, logprobs=self.steps.score_prompt(call.rows, call.targets)) for call in score_calls(plan)]
 
-    def _apply(self, plan: SchedulePlan, output: StepOutput) -> list[Request]:
+    def _apply(self, plan: SchedulePlan, output: StepOutput, scored: Sequence[Scored]) -> list[Request]:
         """Waits for a step's tokens and hands them to texts and scheduler."""
         tokens: Sequence[int] = np.asarray(output.tokens).tolist()
         finite: Sequence[bool] = np.asarray(output.finite).tolist()
+        wanted = any(row.request.params.logprobs is not None for row in plan.rows)
+        logprobs = HostLogprobs(output.logprobs) if wanted else None
         start = time.perf_counter()
+        for s in scored:
+            self.outputs.push_prompt(s.call.request, s.call.start, s.call.num_tokens, HostLogprobs(s.logprobs))
         finish: list[FinishReason | None] = []
         progressed: list[Request] = []
-        for row, token, ok in zip(plan.rows, tokens, finite, strict=False):
+        for b, (row, token, ok) in enumerate(zip(plan.rows, tokens, finite, strict=False)):
             reason = None
             if row.samples and not row.request.is_finished:
-                reason = self.outputs.push(row.request, token, finite=ok)
+                reason = self.outputs.push(row.request, token, finite=ok, logprobs=(logprobs, b) if logprobs is not None else None)
                 progressed.append(row.request)
             finish.append(reason)
         self.scheduler.apply(plan, tokens[:len(plan.rows)], finish)

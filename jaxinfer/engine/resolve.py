@@ -8,7 +8,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import Hardware
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.state import StepLayout, kv_page_bytes
+from jaxinfer.state import StepLayout, kv_page_bytes, slot_table_bytes
 
 DEFAULT_PAGE_SIZE = 64
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
@@ -27,7 +27,7 @@ class MemoryPlan:
     weight_bytes: int
     kv_bytes: int
     step_bytes: int
-    """Estimate of the largest step's activations, logits and sampling buffers."""
+    """The slots' sampling tables, and an estimate of the largest step's activations and logits."""
     budget_bytes: int
     """What the settings allow in all."""
     page_bytes: int
@@ -99,7 +99,7 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
         raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}: every running "
                           f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
     layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size)
-    step_bytes = _step_bytes(model, layouts, dtype)
+    step_bytes = _step_bytes(model, layouts, dtype) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
     page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, page_size=page_size,
                                head_dim=model.head_dim, dtype_bytes=kv_dtype.itemsize)
     pages_per_seq = -(-max_model_len // page_size)
@@ -160,10 +160,10 @@ def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs:
 
 
 def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.dtype) -> int:
-    """Estimate of a step's temporaries: the widest activations of every token, and three float32 copies of the logits."""
+    """Estimate of a step's buffers: the widest activations of every token, the kept hidden rows, and three float32 copies of the logits."""
     def one(layout: StepLayout) -> int:
         heads = model.num_heads + 2 * model.num_kv_heads
-        width = 4 * model.dim + 3 * model.mlp_dim + 2 * heads * model.head_dim
+        width = 5 * model.dim + 3 * model.mlp_dim + 2 * heads * model.head_dim
         return layout.num_tokens * width * dtype.itemsize + 3 * layout.num_rows * model.vocab_size * 4
 
     return max(one(layout) for layout in layouts)

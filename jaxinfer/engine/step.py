@@ -1,5 +1,7 @@
-"""The step as a pure function: page-table updates, forward pass over the pages, sampling. No jit and no host state here."""
+"""The step as a pure function: page-table updates, forward pass over the pages, sampling; beside it the functions that write a
+slot's tables and score prompt tokens. No jit and no host state here."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,23 +9,25 @@ import jax.numpy as jnp
 
 from jaxinfer.layers.attention import PagedContext
 from jaxinfer.models.registry import bind
+from jaxinfer.sampling.logprobs import logprobs_of
 from jaxinfer.sampling.sampler import sample
-from jaxinfer.state import DeviceState, StepInput, StepLayout, StepOutput
+from jaxinfer.state import NUM_RECENT, DeviceState, SlotTables, StepInput, StepLayout, StepOutput, TokenLogprobs, TokenRules
 
 
 def step(
     params: dict[str, jax.Array], state: DeviceState, buffer: jax.Array, *,
-    graphdef: Any, layout: StepLayout, num_valid_tokens: int, attention_implementation: str | None,
+    graphdef: Any, layout: StepLayout, num_valid_tokens: int, num_logprobs: int, attention_implementation: str | None,
 ) -> tuple[StepOutput, DeviceState]:
     """Computes a plan's tokens and samples one token for each row that reached the end of its known tokens.
 
     Args:
       params: the model's flat parameters, dotted path -> array.
-      state: KV pages, page table and last tokens. DONATED: use the one returned.
+      state: KV pages, page table and the slots' tables. DONATED: use the one returned.
       buffer: [layout.num_words] int32, packed by engine/pack.py.
       graphdef: the model's structure, from nnx.split at load.
       layout: the bucket; static, as are the remaining arguments.
       num_valid_tokens: vocabulary ids at or above this are never sampled.
+      num_logprobs: the likeliest tokens that are reported where a row wants log-probabilities.
       attention_implementation: one implementation by name, or None to let the op choose.
 
     Returns:
@@ -35,25 +39,68 @@ def step(
     context = PagedContext(
         cache=state.cache, page_table=page_table[inputs.slots], cu_q_lens=inputs.cu_q_lens, kv_lens=inputs.kv_lens,
         prompt_lens=inputs.prompt_lens, max_q_len=1 if layout.decode_only else None, implementation=attention_implementation)
-    token_ids = _token_ids(inputs, state.last_tokens, layout)
+    token_ids = _token_ids(inputs, state.slots, layout)
     hidden, context = model(token_ids, _positions(inputs, layout), context)
     with jax.named_scope("lm_head"):
         last = hidden if layout.decode_only else hidden[jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)]
         logits = model.logits(last)
-    tokens, finite = sample(logits, inputs.sampling, num_valid_tokens=num_valid_tokens)
-    sampled_slots = jnp.where(inputs.samples == 1, inputs.slots, layout.null_slot)
-    last_tokens = state.last_tokens.at[sampled_slots].set(tokens)
-    return StepOutput(tokens=tokens, finite=finite), DeviceState(cache=context.cache, page_table=page_table, last_tokens=last_tokens)
+    tokens, finite, logprobs = sample(logits, inputs.sampling, state.slots, num_valid_tokens=num_valid_tokens, num_logprobs=num_logprobs)
+    kept = state.hidden if layout.decode_only else state.hidden.at[:layout.num_tokens].set(hidden)
+    new_state = DeviceState(cache=context.cache, page_table=page_table, slots=_note_tokens(state.slots, tokens, inputs, layout), hidden=kept)
+    return StepOutput(tokens=tokens, finite=finite, logprobs=logprobs), new_state
+
+
+def _note_tokens(slots: SlotTables, tokens: jax.Array, inputs: StepInput, layout: StepLayout) -> SlotTables:
+    """Remembers what each row sampled, and counts it where the row has penalties; other rows write to slot S."""
+    sampled = jnp.where(inputs.samples == 1, inputs.slots, layout.null_slot)
+    counted = jnp.where(inputs.sampling.penalises, sampled, layout.null_slot)
+    return dataclasses.replace(
+        slots, recent_tokens=slots.recent_tokens.at[sampled, inputs.sampling.position % NUM_RECENT].set(tokens),
+        counts=slots.counts.at[counted, tokens].add(1))
 
 
 def update_page_table(state: DeviceState, slots: jax.Array, entries: jax.Array, pages: jax.Array) -> DeviceState:
     """Page-table writes that a step's own buffer has no room for (a long cached prefix). DONATES state; all [U] int32."""
-    return DeviceState(cache=state.cache, page_table=state.page_table.at[slots, entries].set(pages), last_tokens=state.last_tokens)
+    return dataclasses.replace(state, page_table=state.page_table.at[slots, entries].set(pages))
 
 
-def _token_ids(inputs: StepInput, last_tokens: jax.Array, layout: StepLayout) -> jax.Array:
+def write_rules(state: DeviceState, slot: jax.Array, recent_tokens: jax.Array, rules: TokenRules) -> DeviceState:
+    """Gives a slot the rules of the request that takes it over, and the last tokens of its output [NUM_RECENT]. DONATES state."""
+    slots = dataclasses.replace(
+        state.slots, recent_tokens=state.slots.recent_tokens.at[slot].set(recent_tokens),
+        rules=jax.tree.map(lambda table, row: table.at[slot].set(row), state.slots.rules, rules))
+    return dataclasses.replace(state, slots=slots)
+
+
+def write_counts(state: DeviceState, slot: jax.Array, counts: jax.Array) -> DeviceState:
+    """Gives a slot the token counts [V] of the request that takes it over. DONATES state."""
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, counts=state.slots.counts.at[slot].set(counts)))
+
+
+def score_prompt(params: dict[str, jax.Array], hidden: jax.Array, rows: jax.Array, targets: jax.Array, *, graphdef: Any,
+                 num_valid_tokens: int, num_logprobs: int) -> TokenLogprobs:
+    """Log-probabilities of prompt tokens from what the step before them gave the vocabulary head.
+
+    Args:
+      params: the model's flat parameters.
+      hidden: DeviceState.hidden after the step.
+      rows: [C] int32; where in it each position stands.
+      targets: [C] int32; the token that follows each position.
+      graphdef: the model's structure.
+      num_valid_tokens: ids at or above this have the log-probability -inf.
+      num_logprobs: likeliest tokens to report.
+
+    Returns:
+      Log-probabilities, one entry for each of `rows`.
+    """
+    logits = bind(graphdef, params).logits(hidden[rows])
+    valid = jnp.arange(logits.shape[1]) < num_valid_tokens
+    return logprobs_of(jnp.where(valid, logits, -jnp.inf), targets, num_logprobs=min(num_logprobs, logits.shape[1]))
+
+
+def _token_ids(inputs: StepInput, slots: SlotTables, layout: StepLayout) -> jax.Array:
     """[T] ids, with those that are still on the device filled in from their slots."""
-    fresh = last_tokens[inputs.slots]
+    fresh = slots.recent_tokens[inputs.slots, jnp.maximum(inputs.kv_lens - 1, 0) % NUM_RECENT]
     if layout.decode_only:  # row b owns token b
         return jnp.where(inputs.from_device == 1, fresh, inputs.token_ids)
     index = jnp.where(inputs.from_device == 1, inputs.cu_q_lens[:-1], layout.num_tokens)
@@ -65,6 +112,6 @@ def _positions(inputs: StepInput, layout: StepLayout) -> jax.Array:
     if layout.decode_only:
         return jnp.maximum(inputs.kv_lens - 1, 0)
     index = jnp.arange(layout.num_tokens, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(inputs.cu_q_lens[1:], index, side="right"), layout.num_rows - 1)
+    row = jnp.minimum(jnp.searchsorted(inputs.cu_q_lens[1:], index, side="right", method="compare_all"), layout.num_rows - 1)
     position = inputs.kv_lens[row] - inputs.cu_q_lens[row + 1] + index
     return jnp.where(index < inputs.cu_q_lens[-1], position, 0)

@@ -1,11 +1,14 @@
 """What a request may ask of the sampler, checked on the host. No arrays and no jax here."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxinfer.errors import RequestError
 
 MAX_SEED = 2**32 - 1
+MAX_LOGIT_BIASES = 300
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,34 +33,129 @@ class SamplingParams:
     """Seed of the request's own random stream; None draws one from the engine's seed and the request's number."""
     max_tokens: int | None = 16
     """Tokens to generate at most; None means up to the model's length limit."""
+    min_tokens: int = 0
+    """Tokens to generate before an end token, a stop id or a stop string may end the completion; end tokens and stop ids cannot be
+    sampled until then, ignore_eos or not."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that stand in the prompt or the output are divided by this where positive, multiplied where negative; > 0,
+    1 is off."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that the output holds; in [-2, 2], 0 is off."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that the output holds it; in [-2, 2], 0 is off."""
+    logit_bias: Mapping[int, float] | Sequence[str] | None = None
+    """Added to the logits of single tokens: a mapping from token id to a finite number, or a list of texts ID:NUMBER; at most 300."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be sampled; None allows all."""
+    bad_words: Sequence[str] | None = None
+    """Texts that must not be generated: the last token of each, with and without a space before it, is barred where the output ends
+    with the tokens before it."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the generation; the text returned stops before the match."""
+    """Strings that end the generation; the text returned stops before the match, or after it with include_stop_str_in_output."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the generation, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on past the model's end tokens; `stop` and `stop_token_ids` still hold."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the token that ended the completion, at the end of the text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    logprobs: int | None = None
+    """Log-probabilities to return with each output token: of the sampled one and of this many likeliest, as the model gives them
+    (before temperature, penalties, biases and bars); None returns none."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first. Such a prompt is computed whole, past the prefix cache."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             _check(value is None or isinstance(value, str | Sequence), name, value, "a list, or None")
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        object.__setattr__(self, "logit_bias", _read_biases(self.logit_bias))
+        self._check_lengths()
+        self._check_distribution()
+        self._check_tokens()
+
+    def _check_lengths(self) -> None:
         _check(_is_int(self.n) and self.n >= 1, "n", self.n, "an integer >= 1")
+        _check(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens", self.max_tokens,
+               "None or an integer >= 1")
+        most = "" if self.max_tokens is None else f" and at most max_tokens = {self.max_tokens}"
+        _check(_is_int(self.min_tokens) and 0 <= self.min_tokens and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+               "min_tokens", self.min_tokens, f"an integer >= 0{most}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or (_is_int(value) and value >= 0), name, value, "None or an integer >= 0")
+
+    def _check_distribution(self) -> None:
         _check(_is_real(self.temperature) and 0 <= self.temperature < float("inf"), "temperature", self.temperature,
                "a finite number >= 0 (0 is greedy)")
-        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer >= 1, or 0 or -1 to keep every token")
+        _check(_is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "an integer >= 1, or 0 or -1 to keep every token")
         _check(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 keeps every token")
         _check(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 keeps every token")
         _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED), "seed", self.seed,
                f"None or an integer in [0, {MAX_SEED}]")
-        _check(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens", self.max_tokens,
-               "None or an integer >= 1")
+        _check(_is_real(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf"), "repetition_penalty",
+               self.repetition_penalty, "a finite number > 0; 1 is off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(_is_real(getattr(self, name)) and -2 <= getattr(self, name) <= 2, name, getattr(self, name), "in [-2, 2]; 0 is off")
+
+    def _check_tokens(self) -> None:
         _check(all(isinstance(s, str) and s for s in self.stop or ()), "stop", self.stop, "a non-empty string or a list of them")
+        _check(all(isinstance(s, str) and s.strip() for s in self.bad_words or ()), "bad_words", self.bad_words,
+               "a list of texts that are more than spaces")
         _check(all(_is_int(t) and t >= 0 for t in self.stop_token_ids or ()), "stop_token_ids", self.stop_token_ids,
                "a list of token ids >= 0")
+        if self.allowed_token_ids is not None:
+            value = self.allowed_token_ids
+            _check(isinstance(value, Sequence) and len(value) > 0 and all(_is_int(t) and t >= 0 for t in value), "allowed_token_ids",
+                   value, "None or a list of at least one token id >= 0")
+            object.__setattr__(self, "allowed_token_ids", tuple(value))
+        biases = self.biases
+        _check(all(t >= 0 and abs(bias) < float("inf") for t, bias in biases.items()), "logit_bias", biases,
+               "finite numbers for token ids >= 0")
+        if len(biases) > MAX_LOGIT_BIASES:
+            raise RequestError(f"SamplingParams.logit_bias has {len(biases)} entries: must be at most {MAX_LOGIT_BIASES}. To confine the "
+                               "output to a set of tokens use allowed_token_ids, which takes any number.")
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """logit_bias as a mapping, empty where there is none."""
+        assert self.logit_bias is None or isinstance(self.logit_bias, dict), "__post_init__ made it one"
+        return self.logit_bias or {}
+
+    @functools.cached_property
+    def penalises(self) -> bool:
+        """Tokens must be counted for this request."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @functools.cached_property
+    def has_rules(self) -> bool:
+        """This request biases or bars single tokens."""
+        return bool(self.biases or self.bad_words or self.min_tokens or self.allowed_token_ids is not None)
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Nothing but temperature, top-k, top-p, min-p and the seed matters to the device."""
+        return not (self.penalises or self.has_rules or self.logprobs is not None)
+
+
+def _read_biases(given: Any) -> dict[int, float] | None:
+    """Token id -> bias, from a mapping (ids may be texts, as in JSON) or a list of texts ID:NUMBER."""
+    if given is None:
+        return None
+    form = "a mapping from token id to number, or a list of texts ID:NUMBER such as 50256:-100, each id once"
+    listed = isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(text, str) for text in given)
+    _check(listed or isinstance(given, Mapping), "logit_bias", given, form)
+    pairs = [tuple(text.split(":")) for text in given] if listed else list(given.items())
+    _check(not any(isinstance(part, bool) for pair in pairs for part in pair), "logit_bias", given, form)
+    try:
+        biases = {int(str(token)): float(bias) for token, bias in pairs}
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"SamplingParams.logit_bias = {given!r}: must be {form}.") from error
+    _check(len(biases) == len(pairs), "logit_bias", given, form)
+    return biases
 
 
 def _is_int(value: object) -> bool:

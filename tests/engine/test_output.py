@@ -73,3 +73,16 @@ def test_non_finite_ends_with_an_error(tokens):
     request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), max_total_len=9, stop_token_ids=frozenset({END}), seed=0)
     outputs.start(request)
     assert outputs.push(request, tokens[0], finite=False) is FinishReason.ERROR
+
+
+def test_stop_strings_and_end_tokens_stay_in_the_text_where_wanted():
+    shown, text, stop, reason = run([1, 3, 4, 1], stop="TOP", include_stop_str_in_output=True)
+    assert (shown, text, stop, reason) == (["ab", "abSTO", "abSTOP"], "abSTOP", "TOP", FinishReason.STOP)
+    assert run([1, END], include_stop_str_in_output=True)[1:3] == ("ab", END)  # special
+    assert run([1, END], include_stop_str_in_output=True, skip_special_tokens=False)[1:3] == ("ab<end>", END)
+    assert run([1, END], skip_special_tokens=False)[1:3] == ("ab", END)
+
+
+def test_stop_strings_do_not_stop_before_min_tokens():
+    assert run([1, 3, 4, 2, 5], stop="STOP", min_tokens=2)[1:] == ("ab", "STOP", FinishReason.STOP)
+    assert run([1, 3, 4, 2, 1], stop=["STOP", "ca"], min_tokens=3)[1:] == ("abSTOP!", "ca", FinishReason.STOP)

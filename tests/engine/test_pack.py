@@ -46,6 +46,8 @@ def test_round_trip_and_padding():
     assert sampling["temperature"].tolist() == [0.5, 1.0, 0, 0] and sampling["top_p"].tolist() == [0.25, 1, 1, 1]
     assert sampling["min_p"].tolist() == [0.125, 0, 0, 0] and sampling["top_k"].tolist() == [7, 0, 0, 0]
     assert sampling["seed"].dtype == np.uint32 and sampling["seed"].tolist() == [2**32 - 1, 2**32 - 1, 0, 0]
+    assert sampling["repetition_penalty"].tolist() == [1, 1, 1, 1] and not sampling["mask"].any() and not sampling["wants_logprobs"].any()
+    assert sampling["slots"].tolist() == [3, 1, S, S] and sampling["prompt_lens"].tolist() == [50, 50, 0, 0]
     assert sampling["position"].tolist() == [11, 7, 0, 0] and sampling["sample_index"].tolist() == [2, 2, 0, 0]
 
 

@@ -1,5 +1,7 @@
 """Every sampling setting out of range is refused with its name, its value and the range."""
 
+import dataclasses
+
 import pytest
 
 from jaxinfer.errors import RequestError
@@ -11,6 +13,16 @@ from jaxinfer.sampling.params import SamplingParams
     ("temperature", float("inf"), "finite"), ("top_k", -2, ">= 1"), ("top_k", 1.5, ">= 1"), ("top_p", 0, "(0, 1]"),
     ("top_p", 1.01, "(0, 1]"), ("min_p", -0.1, "[0, 1]"), ("min_p", 2, "[0, 1]"), ("seed", -1, "[0, "), ("seed", 2**32, "[0, "),
     ("max_tokens", 0, ">= 1"), ("max_tokens", True, ">= 1"), ("stop", "", "non-empty"), ("stop", ["a", ""], "non-empty"),
+    ("top_k", 2**31, ">= 1"), ("min_tokens", -1, ">= 0"), ("min_tokens", 17, "at most max_tokens = 16"), ("min_tokens", 1.0, "integer"),
+    ("repetition_penalty", 0, "> 0"), ("repetition_penalty", float("inf"), "finite"), ("presence_penalty", 2.1, "[-2, 2]"),
+    ("frequency_penalty", -2.1, "[-2, 2]"), ("frequency_penalty", float("nan"), "[-2, 2]"), ("logprobs", -1, ">= 0"),
+    ("logprobs", True, "integer"), ("prompt_logprobs", 1.5, "integer"), ("allowed_token_ids", [], "at least one"),
+    ("allowed_token_ids", [-1], ">= 0"), ("allowed_token_ids", "12", ">= 0"), ("bad_words", [" "], "more than spaces"),
+    ("bad_words", [3], "texts"), ("logit_bias", {-1: 2}, ">= 0"), ("logit_bias", {1: float("nan")}, "finite"),
+    ("logit_bias", {1: float("inf")}, "finite"), ("logit_bias", {"x": 1}, "ID:NUMBER"), ("logit_bias", {1: "x"}, "ID:NUMBER"),
+    ("logit_bias", {1: True}, "ID:NUMBER"), ("logit_bias", {1.5: 1}, "ID:NUMBER"), ("logit_bias", ["1"], "ID:NUMBER"),
+    ("logit_bias", ["1:2", "1:3"], "each id once"), ("logit_bias", "1:2", "ID:NUMBER"), ("logit_bias", 5, "ID:NUMBER"),
+    ("logit_bias", {t: 1 for t in range(301)}, "at most 300"),
     ("stop_token_ids", [-1], ">= 0"), ("stop_token_ids", 5, "a list"), ("stop", 5, "a list"), ("stop_token_ids", "5", ">= 0"),
 ])
 def test_refuses(name, value, limit):
@@ -23,3 +35,17 @@ def test_normal_forms():
     params = SamplingParams(stop="x", top_k=-1, stop_token_ids=[3])
     assert params.stop == ("x",) and params.top_k == 0 and params.stop_token_ids == (3,)
     assert SamplingParams().stop == ()
+    for biases in ({3: 1, 5: -2.5}, {"3": 1, "5": -2.5}, ["3:1", "5:-2.5"]):
+        assert SamplingParams(logit_bias=biases).logit_bias == {3: 1.0, 5: -2.5}
+    assert SamplingParams(bad_words="x").bad_words == ("x",) and SamplingParams(allowed_token_ids=[2]).allowed_token_ids == (2,)
+
+
+@pytest.mark.parametrize("settings", [
+    {"repetition_penalty": 1.1}, {"presence_penalty": 1}, {"frequency_penalty": -1}, {"logit_bias": {1: 1}}, {"min_tokens": 1},
+    {"bad_words": ["a"]}, {"allowed_token_ids": [1]}, {"logprobs": 0},
+])
+def test_plain_means_that_nothing_but_the_distribution_matters(settings):
+    assert SamplingParams(temperature=0.5, top_k=3, seed=1, stop="x", prompt_logprobs=1).is_plain
+    params = dataclasses.replace(SamplingParams(), **settings)
+    assert not params.is_plain and params.penalises == ("penalty" in next(iter(settings)))
+    assert dataclasses.replace(params) == params

@@ -5,23 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.sampling.sampler import keep_threshold, sample
-from jaxinfer.state import SamplingState
+from jaxinfer.sampling.sampler import keep_threshold
+from tests.sampling.states import draw, make_state
 
 V = 97
-
-
-def make_state(rows, *, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0, seed=0, sample_index=0, position=0):
-    def full(value, dtype):
-        return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
-
-    return SamplingState(
-        temperature=full(temperature, jnp.float32), top_p=full(top_p, jnp.float32), min_p=full(min_p, jnp.float32),
-        top_k=full(top_k, jnp.int32), seed=full(seed, jnp.uint32), sample_index=full(sample_index, jnp.int32),
-        position=full(position, jnp.int32))
-
-
-draw = jax.jit(sample, static_argnames="num_valid_tokens")
 
 
 def sorted_keep(weights, top_k, top_p, min_p):
@@ -42,7 +29,7 @@ def sorted_keep(weights, top_k, top_p, min_p):
 
 def test_keep_threshold_equals_full_sort():
     rng = np.random.default_rng(0)
-    rows = 2000
+    rows = 10_000
     logits = rng.normal(size=(rows, V)) * rng.uniform(0.1, 8, (rows, 1))
     weights = np.exp(logits - logits.max(1, keepdims=True)).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 5, 50, V, 1000], rows)
