@@ -3,6 +3,8 @@
 from pallas_kernels.dispatch import Choice, ContractError, KernelError, Target, Unsupported, current_target
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention, ragged_paged_attention_choice
 from pallas_kernels.ragged_paged_attention.config import AttentionSpec
+from pallas_kernels.rms_norm.api import rms_norm, rms_norm_choice
+from pallas_kernels.rms_norm.config import NormSpec
 from pallas_kernels.write_kv_pages.api import write_kv_pages, write_kv_pages_choice
 from pallas_kernels.write_kv_pages.config import WriteSpec
 
@@ -11,12 +13,15 @@ __all__ = [
     "Choice",
     "ContractError",
     "KernelError",
+    "NormSpec",
     "Target",
     "Unsupported",
     "WriteSpec",
     "current_target",
     "ragged_paged_attention",
     "ragged_paged_attention_choice",
+    "rms_norm",
+    "rms_norm_choice",
     "write_kv_pages",
     "write_kv_pages_choice",
 ]

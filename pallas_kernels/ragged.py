@@ -31,3 +31,43 @@ def token_positions(rows: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array) -
     """
     tokens = jnp.arange(rows.shape[0], dtype=jnp.int32)
     return tokens + (kv_lens - cu_q_lens[1:])[rows]
+
+
+TILE_FIELDS = 7  # of `query_tiles`, in order: base, first, end, row, pos, kv_end, kv_len
+
+
+def query_tiles(cu_q_lens: jax.Array, kv_lens: jax.Array, num_tokens: int, block_q: int, longest: int) -> jax.Array:
+    """Cuts packed rows into tiles of block_q tokens, none across two rows; padding tokens are tiles of a row without keys.
+
+        tokens   ...............|row b, q_len 10, block_q 4     |............
+        tiles                   [0 1 2 3][4 5 6 7][8 9 . .]      each in block_q consecutive tokens that begin at `base`
+
+    The tiles stand from the last to the first, since a row's last tiles are its longest and should start first.
+
+    Args:
+      cu_q_lens: [B + 1] int32, as in the attention contract.
+      kv_lens: [B] int32.
+      num_tokens: T, at least block_q.
+      block_q: tokens of a tile.
+      longest: bound on the tokens of a row.
+    Returns:
+      [TILE_FIELDS, R] int32: base, first of block_q tokens in [0, T); first and end, the tile's own among these (0 of them in a spare
+      tile); row; pos, position of token `base`, of use from `first` on; kv_end, keys that the last query sees; kv_len of the row.
+    """
+    num_rows = kv_lens.shape[0]
+    most = -(-num_tokens // block_q)
+    num_tiles = min((num_tokens + (num_rows + 1) * (block_q - 1)) // block_q, num_rows * -(-longest // block_q) + most)
+    q_lens = jnp.diff(cu_q_lens, append=jnp.full((1,), num_tokens, jnp.int32))
+    padded_kv_lens = jnp.concatenate([kv_lens, jnp.zeros((1,), jnp.int32)])
+    counts = (q_lens + (block_q - 1)) // block_q
+    end_tiles = jnp.cumsum(counts, dtype=jnp.int32)
+    tiles = jnp.arange(num_tiles - 1, -1, -1, dtype=jnp.int32)
+    rows = jnp.minimum(jnp.sum(tiles[:, None] >= end_tiles, axis=1, dtype=jnp.int32), num_rows)
+    offset = (tiles - (end_tiles - counts)[rows]) * block_q
+    token = jnp.clip(cu_q_lens[rows] + offset, 0, num_tokens)
+    own = jnp.clip(q_lens[rows] - offset, 0, block_q)
+    base = jnp.minimum(token, num_tokens - block_q)
+    kv_len, first = padded_kv_lens[rows], token - base
+    pos = kv_len - q_lens[rows] + offset - first
+    kv_end = jnp.where((rows < num_rows) & (own > 0), pos + first + own, 0)
+    return jnp.stack([base, first, first + own, jnp.minimum(rows, num_rows - 1), pos, kv_end, kv_len])

@@ -5,7 +5,15 @@ import jax
 from pallas_kernels.contract import ArrayLike, check_float, check_number, check_pages, check_rank, check_rows, dtype_name
 from pallas_kernels.dispatch import Choice, ContractError, Implementation, Target, Unsupported, choose, current_target, implementation_scope
 from pallas_kernels.ragged_paged_attention import kernel_xla, reference
-from pallas_kernels.ragged_paged_attention.config import AttentionSpec, mosaic_config, mosaic_refusal, xla_config
+from pallas_kernels.ragged_paged_attention.config import (
+    AttentionSpec,
+    mosaic_config,
+    mosaic_prefill_config,
+    mosaic_refusal,
+    wgmma_config,
+    wgmma_refusal,
+    xla_config,
+)
 
 OP = "ragged_paged_attention"
 
@@ -119,17 +127,35 @@ def _supports_mosaic(spec: AttentionSpec, target: Target) -> Unsupported | None:
     return None if reason is None else Unsupported(reason)
 
 
+def _supports_wgmma(spec: AttentionSpec, target: Target) -> Unsupported | None:
+    reason = wgmma_refusal(spec, target)
+    return None if reason is None else Unsupported(reason)
+
+
 def _supports_all(spec: AttentionSpec, target: Target) -> Unsupported | None:
     return None
 
 
 def _run_mosaic(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
                 scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
-    from pallas_kernels.ragged_paged_attention import kernel_mosaic  # imported late: Pallas takes as long as jax to import
+    from pallas_kernels.ragged_paged_attention import kernel_mosaic, kernel_mosaic_prefill  # late: Pallas takes as long as jax to import
 
-    return kernel_mosaic.decode_attention(
-        q, k_pages, v_pages, page_table, cu_q_lens, kv_lens, scale=scale, sliding_window=spec.sliding_window, softcap=spec.softcap,
-        config=mosaic_config(spec), interpret=target.interpret)
+    arrays = q, k_pages, v_pages, page_table, cu_q_lens, kv_lens
+    if spec.is_decode:
+        return kernel_mosaic.decode_attention(*arrays, scale=scale, sliding_window=spec.sliding_window, softcap=spec.softcap,
+                                              config=mosaic_config(spec), interpret=target.interpret)
+    return kernel_mosaic_prefill.prefill_attention(
+        *arrays, scale=scale, max_q_len=spec.max_q_len, sliding_window=spec.sliding_window, softcap=spec.softcap,
+        config=mosaic_prefill_config(spec), interpret=target.interpret)
+
+
+def _run_wgmma(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
+               scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
+    from pallas_kernels.ragged_paged_attention import kernel_wgmma  # late, as above
+
+    return kernel_wgmma.prefill_attention(
+        q, k_pages, v_pages, page_table, cu_q_lens, kv_lens, scale=scale, max_q_len=spec.max_q_len, sliding_window=spec.sliding_window,
+        softcap=spec.softcap, config=wgmma_config(spec), interpret=target.interpret)
 
 
 def _run_xla(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
@@ -146,7 +172,8 @@ def _run_reference(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_ta
 
 
 IMPLS: tuple[Implementation[AttentionSpec], ...] = (
-    Implementation(name="mosaic", reason="paged decode on tensor cores, sm_80 and sm_90", supports=_supports_mosaic, run=_run_mosaic),
+    Implementation(name="wgmma", reason="prefill by warpgroup mma, sm_90", supports=_supports_wgmma, run=_run_wgmma),
+    Implementation(name="mosaic", reason="paged decode and prefill by mma, sm_80 and sm_90", supports=_supports_mosaic, run=_run_mosaic),
     Implementation(name="xla", reason="blocked online softmax, any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
     Implementation(name="reference", reason="the oracle: float32, whole tables", supports=_supports_all, run=_run_reference),
 )

@@ -93,7 +93,7 @@ def _block_q(spec: AttentionSpec, most: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicConfig:
-    """Tiles of kernel_mosaic."""
+    """Tiles of kernel_mosaic, which decodes."""
 
     splits: int
     """Blocks that share one row and KV head."""
@@ -103,6 +103,28 @@ class MosaicConfig:
     """Pages in flight in a block."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """Tiles of kernel_mosaic_prefill."""
+
+    block_q: int
+    """Query tokens of one row and head in a tile."""
+    block_kv: int
+    """Keys in a step of the pipeline: a page or an equal part of one."""
+    stages: int
+    """Blocks of keys and values in flight."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WgmmaConfig:
+    """Tiles of kernel_wgmma."""
+
+    block_kv: int
+    """Keys in a step: whole pages."""
+    stages: int
+    """Blocks of keys and values in flight."""
+
+
 MOSAIC_GROUP_ROWS = 16      # the smallest tensor-core tile; a group of fewer query heads is padded to it
 MOSAIC_HEAD_DIMS = (64, 128)
 MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
@@ -110,38 +132,96 @@ MOSAIC_STAGE_BYTES = 64 * 1024  # pages in flight, where two stages allow it: tw
 MOSAIC_MAX_STAGES = 4           # the sm_80 pipeline is unrolled once a stage
 MOSAIC_MAX_SPLITS = 64
 MOSAIC_BLOCKS = 512             # about four a core of an A100 (108) or an H200 (132)
+MOSAIC_PREFILL_BLOCK_Q = 64     # four warps of one m-tile each
+MOSAIC_PREFILL_STAGES = 3
+WGMMA_CAPABILITIES = ((9, 0),)
+WGMMA_BLOCK_Q = 128         # two warpgroups of 64 tokens
+WGMMA_BLOCK_KV = 128
+WGMMA_STAGES = 2
 
 
 def mosaic_refusal(spec: AttentionSpec, target: Target) -> str | None:
-    """Why kernel_mosaic cannot do a call on a target, or None if it can."""
+    """Why kernel_mosaic and kernel_mosaic_prefill cannot do a call on a target, or None if they can."""
     reasons = (
+        *_tensor_core_reasons(spec, target, MOSAIC_CAPABILITIES),
+        (spec.is_decode and spec.num_groups > MOSAIC_GROUP_ROWS,
+         f"packs at most {MOSAIC_GROUP_ROWS} query heads a KV head, not {spec.num_groups}"),
+        (spec.page_size % 32 != 0, f"needs pages of a multiple of 32 tokens, not {spec.page_size}"),
+    )
+    reason = next((reason for refused, reason in reasons if refused), None)
+    return reason or _memory_refusal(mosaic_shared_bytes(spec), target)
+
+
+def _tensor_core_reasons(spec: AttentionSpec, target: Target, capabilities: tuple[tuple[int, int], ...]) -> tuple[tuple[bool, str], ...]:
+    """(refused, reason) of what every tensor-core kernel needs."""
+    built_for = " and ".join(f"sm_{major}{minor}" for major, minor in capabilities)
+    return (
         (target.platform != "gpu", f"needs an NVIDIA GPU, not {target.platform}"),
-        (target.compute_capability not in MOSAIC_CAPABILITIES, f"is built for sm_80 and sm_90, not {target.compute_capability}"),
-        (not spec.is_decode, f"is for decode (max_q_len 1), not max_q_len {spec.max_q_len}"),
+        (target.compute_capability not in capabilities, f"is built for {built_for}, not {target.compute_capability}"),
         (spec.kv_dtype not in ("bfloat16", "float16"), f"needs 16-bit pages, not {spec.kv_dtype}"),
         (spec.q_dtype != spec.kv_dtype, f"needs queries in the pages' dtype, not {spec.q_dtype} over {spec.kv_dtype}"),
         (spec.head_dim not in MOSAIC_HEAD_DIMS, f"has no tiles for head dim {spec.head_dim}, only {MOSAIC_HEAD_DIMS}"),
-        (spec.num_groups > MOSAIC_GROUP_ROWS, f"packs at most {MOSAIC_GROUP_ROWS} query heads a KV head, not {spec.num_groups}"),
-        (spec.page_size % 32 != 0, f"needs pages of a multiple of 32 tokens, not {spec.page_size}"),
     )
-    for refused, reason in reasons:
-        if refused:
-            return reason
-    need = mosaic_shared_bytes(spec, mosaic_config(spec))
+
+
+def _memory_refusal(need: int, target: Target) -> str | None:
     return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
 
 
 def mosaic_config(spec: AttentionSpec) -> MosaicConfig:
-    """Tile sizes of kernel_mosaic for a decode call."""
+    """Tile sizes of kernel_mosaic for a decode call.
+
+    Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90: H 128, pages of 32: (143, 68609),
+    (114, 68641); of 64: (183, 69633), (147, 69649); of 96: (227, 103425), (189, 103441); of 128: (239, 137217), (215, 137233). The
+    combination takes 32 registers for up to 16 splits and 90 for 64.
+    """
     blocks = spec.num_tokens * spec.num_kv_heads
     splits = max(1, min(MOSAIC_MAX_SPLITS, spec.pages_per_seq, -(-MOSAIC_BLOCKS // blocks)))
     stages = max(2, min(MOSAIC_MAX_STAGES, MOSAIC_STAGE_BYTES // _page_bytes(spec)))
     return MosaicConfig(splits=splits, min_pages=max(1, 128 // spec.page_size), stages=stages)
 
 
-def mosaic_shared_bytes(spec: AttentionSpec, config: MosaicConfig) -> int:
-    """Shared memory of one block: pages in flight, the probabilities' tile, and 4 KiB for reductions and barriers."""
-    return config.stages * _page_bytes(spec) + MOSAIC_GROUP_ROWS * spec.page_size * 2 + 4096
+def mosaic_prefill_config(spec: AttentionSpec) -> PrefillConfig:
+    """Tile sizes of kernel_mosaic_prefill.
+
+    Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90:
+    H 128, 64 x 32: (221, 51201) and (197, 51225); H 64, 64 x 64: (220, 51201) and (200, 51225). At H 128, 64 x 64 spills on both.
+    """
+    block_kv = 64 if spec.head_dim == 64 and spec.page_size % 64 == 0 else 32
+    return PrefillConfig(block_q=MOSAIC_PREFILL_BLOCK_Q, block_kv=block_kv, stages=MOSAIC_PREFILL_STAGES)
+
+
+def wgmma_refusal(spec: AttentionSpec, target: Target) -> str | None:
+    """Why kernel_wgmma cannot do a call on a target, or None if it can."""
+    reasons = (
+        *_tensor_core_reasons(spec, target, WGMMA_CAPABILITIES),
+        (spec.is_decode, "is for prefill, not decode (max_q_len 1)"),
+        (WGMMA_BLOCK_KV % spec.page_size != 0 or spec.page_size % 32 != 0, f"needs pages of 32, 64 or 128 tokens, not {spec.page_size}"),
+    )
+    reason = next((reason for refused, reason in reasons if refused), None)
+    return reason or _memory_refusal(wgmma_shared_bytes(spec, wgmma_config(spec)), target)
+
+
+def wgmma_config(spec: AttentionSpec) -> WgmmaConfig:
+    """Tile sizes of kernel_wgmma.
+
+    Compiled ahead of time on sm_90, no spills; bytes of shared memory: 165977 at H 128, 84057 at H 64. 168 registers a thread at entry;
+    the attending warpgroups then take 232 and leave the fetcher 40.
+    """
+    return WgmmaConfig(block_kv=WGMMA_BLOCK_KV, stages=WGMMA_STAGES)
+
+
+def wgmma_shared_bytes(spec: AttentionSpec, config: WgmmaConfig) -> int:
+    """Shared memory of one block: queries, keys and values in flight, and 4 KiB for reductions and barriers."""
+    return 2 * spec.head_dim * (WGMMA_BLOCK_Q + 2 * config.stages * config.block_kv) + 4096
+
+
+def mosaic_shared_bytes(spec: AttentionSpec) -> int:
+    """Shared memory of one block: keys and values in flight, in decode the probabilities' tile, and 4 KiB for reductions and barriers."""
+    if spec.is_decode:
+        return mosaic_config(spec).stages * _page_bytes(spec) + MOSAIC_GROUP_ROWS * spec.page_size * 2 + 4096
+    config = mosaic_prefill_config(spec)
+    return config.stages * _page_bytes(spec) * config.block_kv // spec.page_size + 4096
 
 
 def _page_bytes(spec: AttentionSpec) -> int:

@@ -1,18 +1,15 @@
 """Paged decode attention in Mosaic GPU, one source for sm_80 and sm_90. One query token a row; it validates nothing: api.py has.
 
 One block of 128 threads owns (token, KV head, split): it walks its share of the row's pages with an online softmax, the G query
-heads of the KV head as the rows of one tensor-core tile. The splits are combined afterwards in jax.numpy. The page pipeline is
-cp.async on sm_80 and TMA on sm_90; plgpu.emit_pipeline picks.
+heads of the KV head as the rows of one tensor-core tile. With one split it writes the output; with several a second kernel combines
+them, one block a token and query head. The page pipeline is cp.async on sm_80 and TMA on sm_90; plgpu.emit_pipeline picks.
 
     row's pages   first ............................ end      first: the page of the window's first key, else 0
     split 0       [first, first + per)
     split 1                   [first + per, first + 2 per)    per = max(ceil((end - first) / splits), min_pages)
-    later splits                             empty: their o is not written, and the combination does not look at it
+    later splits                             empty: their part is not written, and the combination does not look at it
 """
 
-import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,12 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
+from pallas_kernels.mosaic import M_FLOOR, across, constant
 from pallas_kernels.ragged import token_rows
 from pallas_kernels.ragged_paged_attention.config import MOSAIC_GROUP_ROWS, MosaicConfig
 
-# Below every score but finite; softmax runs in base 2, so scores carry a factor log2(e).
-M_FLOOR = -1e30
-LOG2_E = math.log2(math.e)
+SPLIT_ROWS = 16  # splits that the combination takes at once: the rows of a tile
 
 
 def decode_attention(
@@ -44,58 +41,25 @@ def decode_attention(
     interpret: bool,
 ) -> jax.Array:             # [T, N, H]
     """See api.ragged_paged_attention, of which this does max_q_len = 1. `interpret` runs it on the CPU, slowly, for tests."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k_pages.shape[1]
-    num_groups = num_heads // num_kv_heads
-    rows, valid = token_rows(cu_q_lens, num_tokens)
+    rows, valid = token_rows(cu_q_lens, q.shape[0])
     lens = jnp.where(valid, kv_lens[rows], 0)
-    tiles = jnp.pad(q.reshape(num_tokens, num_kv_heads, num_groups, head_dim),
-                    ((0, 0), (0, 0), (0, MOSAIC_GROUP_ROWS - num_groups), (0, 0)))
-    run = _split_kernel(num_tokens=num_tokens, k_pages=k_pages, scale=scale, sliding_window=sliding_window, softcap=softcap,
-                        config=config, interpret=interpret)
-    out, m, denom = run(tiles, k_pages, v_pages, page_table, rows, lens)
-    return _combine(out[:, :, :, :num_groups], m[..., :num_groups], denom[..., :num_groups]).reshape(q.shape).astype(q.dtype)
+    run = _split_kernel(q, k_pages, scale=scale, sliding_window=sliding_window, softcap=softcap, config=config, interpret=interpret)
+    out = run(q, k_pages, v_pages, page_table, rows, lens)
+    return out if config.splits == 1 else _combine_kernel(q, config=config, interpret=interpret)(*out)
 
 
-def _combine(out: jax.Array, m: jax.Array, denom: jax.Array) -> jax.Array:
-    """Joins splits: out [T, K, splits, G, H] unnormalised, m and denom [T, K, splits, G] in base 2; 0 where no key was seen."""
-    if out.shape[2] == 1:
-        out, denom = out[:, :, 0], denom[:, :, 0, :, None]
-        return jnp.where(denom == 0, 0, out / denom)
-    # An empty split left its part of `out` unwritten: whatever lies there must not be multiplied, not even by 0.
-    out = jnp.where(denom[..., None] == 0, 0, out)
-    m, denom = (jnp.broadcast_to(x[..., None], out.shape) for x in (m, denom))
-
-    def join(a: Any, b: Any) -> Any:
-        top = jnp.maximum(a[0], b[0])
-        left, right = jnp.exp2(a[0] - top), jnp.exp2(b[0] - top)
-        return top, a[1] * left + b[1] * right, a[2] * left + b[2] * right
-
-    # One reduction over triples is one kernel; separate reductions for maximum, denominator and sum would be three.
-    _, denom, out = lax.reduce((m, denom, out), (jnp.float32(M_FLOOR), jnp.float32(0), jnp.float32(0)), join, (2,))
-    return jnp.where(denom == 0, 0, out / denom)
-
-
-def _split_kernel(*, num_tokens: int, k_pages: jax.Array, scale: float, sliding_window: int | None, softcap: float | None,
-                  config: MosaicConfig, interpret: bool) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """The kernel: (q [T, K, 16, H], k_pages, v_pages, page_table, rows [T], lens [T]) -> out, m, denom for each split."""
+def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_window: int | None, softcap: float | None,
+                  config: MosaicConfig, interpret: bool) -> Any:
+    """The kernel: (q, k_pages, v_pages, page_table, rows [T], lens [T]) -> the output, or parts, m and denom where there are splits."""
+    num_tokens, num_heads, _ = q.shape
     _, num_kv_heads, page_size, head_dim = k_pages.shape
-    dtype, group_rows = k_pages.dtype, MOSAIC_GROUP_ROWS
+    num_groups, dtype, group_rows = num_heads // num_kv_heads, k_pages.dtype, MOSAIC_GROUP_ROWS
     # 16 rows are one m-tile: all four warps lie along n (keys, then head dim).
     acc_layout, lhs_layout, rhs_layout = (layout(dtype, m_warps=1)
                                           for layout in (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
     row_layout = acc_layout.reduce(1)
 
-    def mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return acc + lax.dot(a, b, preferred_element_type=jnp.float32) if interpret else plgpu.mma(acc, a, b)
-
-    def constant(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    def across(row: jax.Array, num_columns: int) -> jax.Array:
-        return lax.broadcast_in_dim(row, (group_rows, num_columns), (0,))
-
-    def body(q_ref, k_ref, v_ref, table_ref, rows_ref, lens_ref, out_ref, m_ref, denom_ref, p_smem):  # type: ignore[no-untyped-def]
+    def walk(p_smem, q_ref, k_ref, v_ref, table_ref, rows_ref, lens_ref):  # type: ignore[no-untyped-def]
         token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
         row, kv_len = rows_ref[token], lens_ref[token]
         first_key = jnp.maximum(kv_len - sliding_window, 0) if sliding_window is not None else jnp.int32(0)
@@ -104,29 +68,25 @@ def _split_kernel(*, num_tokens: int, k_pages: jax.Array, scale: float, sliding_
         per_split = jnp.maximum(lax.div(end_page - first_page + (config.splits - 1), jnp.int32(config.splits)), config.min_pages)
         start = first_page + split * per_split
         count = jnp.maximum(jnp.minimum(start + per_split, end_page) - start, 0)
-        q = plgpu.load(q_ref.at[token, head], layout=lhs_layout, optimized=False)
-
-        def held(shape: tuple[int, int], axis: int, layout: Any, page: jax.Array) -> jax.Array:
-            key = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + page * page_size
-            return key < kv_len if sliding_window is None else (key < kv_len) & (key >= first_key)
+        queries = mosaic.load_rows(q_ref.at[token, pl.ds(head * num_groups, num_groups)], group_rows, lhs_layout, interpret=interpret)
 
         def step(index, k_smem, v_smem, carry):  # type: ignore[no-untyped-def]
             acc, m, denom = carry
-            page = start + index[0]
-            scores = mma(constant((group_rows, page_size), 0, acc_layout), q, plgpu.load(k_smem.T, layout=rhs_layout))
-            if softcap is None:
-                scores = scores * (scale * LOG2_E)
-            else:
-                scores = jnp.tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
-            scores = jnp.where(held((group_rows, page_size), 1, acc_layout, page), scores, M_FLOOR)
+            shift = (start + index[0]) * page_size
+            scores = mosaic.mma(constant((group_rows, page_size), 0, acc_layout), queries, plgpu.load(k_smem.T, layout=rhs_layout),
+                                interpret=interpret)
+            scores = mosaic.scaled_scores(scores, scale, softcap)
+            key = plgpu.broadcasted_iota(jnp.int32, (group_rows, page_size), 1, layout=acc_layout)
+            held = key < kv_len - shift if sliding_window is None else (key < kv_len - shift) & (key >= first_key - shift)
+            scores = jnp.where(held, scores, M_FLOOR)
             new_m = jnp.maximum(m, jnp.max(scores, axis=1))
             alpha = jnp.exp2(m - new_m)
             p = jnp.exp2(scores - across(new_m, page_size))
             p_smem[...] = p.astype(dtype)  # from the accumulator's layout to an operand's, by way of shared memory
-            v = plgpu.load(v_smem, layout=rhs_layout)
-            # Slots without a token may hold NaN, and 0 * NaN is NaN: V's rows are masked as well as the scores.
-            v = jnp.where(held((page_size, head_dim), 0, rhs_layout, page), v, jnp.zeros((), dtype))
-            acc = mma(acc * across(alpha, head_dim), plgpu.load(p_smem, layout=lhs_layout), v)
+            # Slots without a token may hold NaN, and 0 * NaN is NaN. Only the row's last page has such.
+            pl.when(shift + page_size > kv_len)(lambda: mosaic.clear_rows(v_smem, kv_len - shift))
+            acc = mosaic.mma(acc * across(alpha, head_dim), plgpu.load(p_smem, layout=lhs_layout), plgpu.load(v_smem, layout=rhs_layout),
+                             interpret=interpret)
             return acc, new_m, denom * alpha + jnp.sum(p, axis=1)
 
         # The page's number is read from the table by the pipeline itself, as it fetches.
@@ -136,20 +96,62 @@ def _split_kernel(*, num_tokens: int, k_pages: jax.Array, scale: float, sliding_
             step, grid=(count,), in_specs=[pages, pages], max_concurrent_steps=config.stages,
             init_carry=(constant((group_rows, head_dim), 0, acc_layout), constant((group_rows,), M_FLOOR, row_layout),
                         constant((group_rows,), 0, row_layout)))(k_ref, v_ref)
-        pl.when(count > 0)(lambda: _store(out_ref.at[token, head, split], acc))
-        _store(m_ref.at[token, head, split], m)
-        _store(denom_ref.at[token, head, split], denom)
+        return (token, head, split), count, acc, m, denom
 
-    parts = (num_tokens, num_kv_heads, config.splits, group_rows)
+    def whole(*refs):  # type: ignore[no-untyped-def]
+        out_ref, p_smem = refs[6:]
+        (token, head, _), _, acc, _, denom = walk(p_smem, *refs[:6])
+        out = acc * across(1 / jnp.where(denom == 0, 1.0, denom), head_dim)  # without a key acc is 0
+        mosaic.store_rows(out_ref.at[token, pl.ds(head * num_groups, num_groups)], out.astype(q.dtype), 0, num_groups, acc_layout,
+                          interpret=interpret)
+
+    def part(*refs):  # type: ignore[no-untyped-def]
+        out_ref, m_ref, denom_ref, p_smem = refs[6:]
+        where, count, acc, m, denom = walk(p_smem, *refs[:6])
+        pl.when(count > 0)(lambda: mosaic.store_rows(out_ref.at[where[0], where[1], where[2]], acc, 0, num_groups, acc_layout,
+                                                     interpret=interpret))
+        mosaic.store(m_ref.at[where[0], where[1], where[2]], m)
+        mosaic.store(denom_ref.at[where[0], where[1], where[2]], denom)
+
+    struct, stats = jax.ShapeDtypeStruct, (num_tokens, num_kv_heads, -(-config.splits // SPLIT_ROWS) * SPLIT_ROWS, group_rows)
+    out_type = struct(q.shape, q.dtype) if config.splits == 1 else (
+        struct((num_tokens, num_kv_heads, config.splits, num_groups, head_dim), jnp.float32), *[struct(stats, jnp.float32)] * 2)
     return plgpu.kernel(
-        body, out_type=(jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), *[jax.ShapeDtypeStruct(parts, jnp.float32)] * 2),
-        grid=parts[:3], grid_names=("token", "head", "split"), kernel_name="paged_decode_attention",
-        scratch_types=[plgpu.SMEM((group_rows, page_size), dtype)], interpret=plgpu.InterpretGPUParams() if interpret else None)
+        whole if config.splits == 1 else part, out_type=out_type, grid=(num_tokens, num_kv_heads, config.splits),
+        grid_names=("token", "head", "split"), kernel_name="paged_decode_attention", scratch_types=[plgpu.SMEM((group_rows, page_size), dtype)],
+        interpret=mosaic.interpret_params(interpret), compiler_params=plgpu.CompilerParams(approx_math=softcap is None))
 
 
-def _store(ref: jax.Ref, value: jax.Array) -> None:
-    """Registers to global memory. jax 0.12 refuses `ref[...] = value` where cache lines are partly filled; 0.11 has no plgpu.store."""
-    if hasattr(plgpu, "store"):
-        functools.partial(plgpu.store, optimized=False)(ref, value)
-    else:
-        ref[...] = value
+def _combine_kernel(q: jax.Array, *, config: MosaicConfig, interpret: bool) -> Any:
+    """The kernel: (parts [T, K, S, G, H], m [T, K, S, 16], denom [T, K, S, 16]) -> [T, N, H], of splits that were not empty."""
+    num_heads, head_dim = q.shape[1:]
+    layout = plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=1)
+    shape = (SPLIT_ROWS, head_dim)
+
+    def body(out_ref, m_ref, denom_ref, result_ref):  # type: ignore[no-untyped-def]
+        token, head = lax.axis_index("token"), lax.axis_index("head")
+        num_groups = out_ref.shape[3]
+        kv_head, group = lax.div(head, jnp.int32(num_groups)), lax.rem(head, jnp.int32(num_groups))
+
+        def down(column: jax.Array) -> jax.Array:
+            return lax.broadcast_in_dim(column, shape, (1,))
+
+        top, total, acc = (constant((head_dim,), value, layout.reduce(0)) for value in (M_FLOOR, 0, 0))
+        for first in range(0, config.splits, SPLIT_ROWS):
+            splits = pl.ds(first, SPLIT_ROWS)
+            m, denom = (across(plgpu.load(ref.at[token, kv_head, splits, group], layout=layout.reduce(1), optimized=False), head_dim)
+                        for ref in (m_ref, denom_ref))
+            # Rows past the last split are not written at all; NaN of a row that went wrong is not 0, and stays.
+            used = (plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) < config.splits - first) & (denom != 0)
+            new_top = jnp.maximum(top, jnp.max(jnp.where(used, m, M_FLOOR), axis=0))
+            weight = jnp.where(used, jnp.exp2(m - down(new_top)), 0.0)
+            values = mosaic.load_rows(out_ref.at[token, kv_head, pl.ds(first, min(SPLIT_ROWS, config.splits - first)), group], SPLIT_ROWS,
+                                      layout, interpret=interpret)
+            old = jnp.exp2(top - new_top)
+            total = total * old + jnp.sum(jnp.where(used, weight * denom, 0.0), axis=0)
+            acc = acc * old + jnp.sum(jnp.where(used, weight * values, 0.0), axis=0)
+            top = new_top
+        mosaic.store(result_ref.at[token, head], (acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype))
+
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), grid=(q.shape[0], num_heads), grid_names=("token", "head"),
+                        kernel_name="paged_decode_combine", interpret=mosaic.interpret_params(interpret))

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import ContractError, Target, Unsupported, ragged_paged_attention, ragged_paged_attention_choice, write_kv_pages
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ragged_paged_attention.api import IMPLS, attention_spec
-from pallas_kernels.ragged_paged_attention.config import AttentionSpec, mosaic_config, mosaic_shared_bytes, xla_config
+from pallas_kernels.ragged_paged_attention.config import AttentionSpec, mosaic_shared_bytes, xla_config
 from tests.pallas_kernels.paged import A100, CPU, H200, TARGETS, Case, Inputs, check_error_budget, make_inputs
 
 CASES = {
@@ -28,10 +28,18 @@ CASES = {
                                 max_q_len=1),
     "decode_one_page_one_split": Case(rows=((1, 64), (0, 0), (1, 5)), page_size=64, spare_entries=0, dtype="bfloat16", num_padding=1,
                                       max_q_len=1),
+    "decode_h64_many_splits": Case(rows=((1, 577), (1, 3)), num_heads=3, num_kv_heads=1, page_size=32, dtype="bfloat16", max_q_len=1,
+                                   spare_entries=0),
+    "prefill_bf16_odd": Case(rows=((67, 67), (1, 1), (0, 0), (3, 99)), num_heads=2, num_kv_heads=1, head_dim=128, page_size=64,
+                             dtype="bfloat16", num_padding=9),
+    "prefill_f16_window_softcap": Case(rows=((40, 301), (100, 100)), num_heads=1, num_kv_heads=1, page_size=32, dtype="float16",
+                                       sliding_window=33, softcap=5.0),
+    "prefill_bf16_two_tiles": Case(rows=((130, 259),), num_heads=1, num_kv_heads=1, page_size=64, dtype="bfloat16"),
+    "prefill_bf16_few_tokens": Case(rows=((2, 129), (5, 5)), num_heads=2, page_size=128, dtype="bfloat16", max_q_len=8),
     "prefill": Case(rows=((33, 33), (17, 17), (64, 64))),
     "mixed_511_513": Case(rows=((1, 40), (511, 511), (17, 200), (513, 513), (1, 1)), num_heads=2, num_kv_heads=1, num_padding=5),
-    "mixed_bf16_gqa7": Case(rows=((1, 200), (60, 130), (17, 17), (0, 0)), num_heads=14, head_dim=128, page_size=64, dtype="bfloat16",
-                            num_padding=18),
+    "mixed_bf16_gqa3": Case(rows=((1, 200), (60, 130), (17, 17), (0, 0)), num_heads=3, num_kv_heads=1, head_dim=128, page_size=64,
+                            dtype="bfloat16", num_padding=18),
     "head_dim_80_f16": Case(rows=((20, 48), (0, 9), (5, 5)), num_heads=2, head_dim=80, dtype="float16"),
     "window": Case(rows=((40, 300), (150, 150), (1, 260)), sliding_window=33, page_size=32),
     "softcap": Case(rows=((30, 64), (3, 3)), softcap=3.0),
@@ -41,7 +49,7 @@ CASES = {
 
 
 # Cases that also run with the tiles kernel_xla takes on a GPU: many at once, 16-bit operands.
-GPU_TILES = {"decode_bf16_gqa7", "decode_window_softcap", "mixed_bf16_gqa7", "window", "one_page_bounded_q", "mixed"}
+GPU_TILES = {"decode_bf16_gqa7", "decode_window_softcap", "mixed_bf16_gqa3", "window", "one_page_bounded_q", "mixed"}
 
 
 def spec_of(case: Case, inputs: Inputs) -> AttentionSpec:
@@ -85,6 +93,8 @@ NEIGHBOURS = {
     "decode": (Case(rows=((1, 270), (1, 40), (1, 90)), page_size=64, num_heads=2, num_kv_heads=1, max_q_len=1, dtype="bfloat16"),
                ((1, 1), (1, 600))),
     "mixed": (Case(rows=((40, 70), (10, 20), (14, 14)), page_size=32), ((23, 600), (1, 1))),
+    "mixed_bf16": (Case(rows=((40, 70), (10, 20), (14, 14)), page_size=32, num_heads=1, num_kv_heads=1, dtype="bfloat16"),
+                   ((23, 200), (1, 1))),
 }
 
 
@@ -97,10 +107,11 @@ def same_shapes(inputs: Inputs, *, num_tokens: int, num_pages: int) -> Inputs:
 
 @pytest.mark.parametrize(("case", "impl", "target"), variants({name: case for name, (case, _) in NEIGHBOURS.items()}))
 def test_neighbours_do_not_change_a_bit(case: Case, impl: Implementation[AttentionSpec], target: Target) -> None:
-    other_rows = NEIGHBOURS["decode" if case.max_q_len == 1 else "mixed"][1]
+    other_rows = next(rows for known, rows in NEIGHBOURS.values() if known == case)
     other = dataclasses.replace(case, rows=(*other_rows, case.rows[0]), seed=1)
     num_tokens = 4 if case.max_q_len == 1 else 64
-    here, there = (same_shapes(make_inputs(c, num_entries=20), num_tokens=num_tokens, num_pages=32) for c in (case, other))
+    num_entries = 12 if case.max_q_len == 1 else 20
+    here, there = (same_shapes(make_inputs(c, num_entries=num_entries), num_tokens=num_tokens, num_pages=32) for c in (case, other))
     # The row moves to the end, among neighbours of other lengths, onto other pages; its contents stay.
     q_len, kv_len = case.rows[0]
     num_pages, start = -(-kv_len // case.page_size), int(there.cu_q_lens[2])
@@ -202,7 +213,6 @@ GOOD_DECODE = Case(rows=((1, 100), (1, 5)), page_size=64, head_dim=128, dtype="b
 MOSAIC_REFUSALS = {
     "cpu": (CPU, {}, "needs an NVIDIA GPU, not cpu"),
     "turing": (dataclasses.replace(A100, compute_capability=(7, 5)), {}, r"is built for sm_80 and sm_90, not \(7, 5\)"),
-    "prefill": (H200, {"max_q_len": None}, r"is for decode \(max_q_len 1\), not max_q_len None"),
     "f32": (H200, {"dtype": "float32"}, "needs 16-bit pages, not float32"),
     "mixed_dtypes": (H200, {"kv_dtype": "float16"}, "not bfloat16 over float16"),
     "head_dim": (H200, {"head_dim": 80}, r"has no tiles for head dim 80, only \(64, 128\)"),
@@ -216,23 +226,41 @@ def test_mosaic_refuses_with_a_reason_and_xla_takes_over(target: Target, changes
     case = dataclasses.replace(GOOD_DECODE, **changes)  # type: ignore[arg-type]
     spec = spec_of(case, make_inputs(case))
     choice = ragged_paged_attention_choice(spec, target)
-    assert choice.implementation == "xla" and [name for name, _ in choice.rejected] == ["mosaic"]
+    assert choice.implementation == "xla" and [name for name, _ in choice.rejected] == ["wgmma", "mosaic"]
     with pytest.raises(Unsupported, match=message):
         ragged_paged_attention_choice(spec, target, implementation="mosaic")
 
 
 @pytest.mark.parametrize("target", (A100, H200), ids=("a100", "h200"))
 @pytest.mark.parametrize("page_size", (32, 64, 96, 128))
-def test_mosaic_is_chosen_for_decode_and_fits(target: Target, page_size: int) -> None:
-    case = dataclasses.replace(GOOD_DECODE, page_size=page_size)
+@pytest.mark.parametrize("max_q_len", (1, None), ids=("decode", "prefill"))
+def test_mosaic_is_chosen_and_fits(target: Target, page_size: int, max_q_len: int | None) -> None:
+    case = dataclasses.replace(GOOD_DECODE, page_size=page_size, max_q_len=max_q_len)
+    spec = spec_of(case, make_inputs(case))
+    by_wgmma = target is H200 and max_q_len is None and page_size != 96
+    assert ragged_paged_attention_choice(spec, target).implementation == ("wgmma" if by_wgmma else "mosaic")
+    assert mosaic_shared_bytes(spec) <= 163 * 1024
+
+
+WGMMA_REFUSALS = {
+    "a100": (A100, {}, r"is built for sm_90, not \(8, 0\)"),
+    "decode": (H200, {"max_q_len": 1}, r"is for prefill, not decode \(max_q_len 1\)"),
+    "page": (H200, {"page_size": 96}, "needs pages of 32, 64 or 128 tokens, not 96"),
+}
+
+
+@pytest.mark.parametrize(("target", "changes", "message"), WGMMA_REFUSALS.values(), ids=WGMMA_REFUSALS.keys())
+def test_wgmma_refuses_with_a_reason_and_mosaic_takes_over(target: Target, changes: dict[str, object], message: str) -> None:
+    case = dataclasses.replace(GOOD_DECODE, **{"max_q_len": None} | changes)  # type: ignore[arg-type]
     spec = spec_of(case, make_inputs(case))
     assert ragged_paged_attention_choice(spec, target).implementation == "mosaic"
-    assert mosaic_shared_bytes(spec, mosaic_config(spec)) <= 163 * 1024
+    with pytest.raises(Unsupported, match=message):
+        ragged_paged_attention_choice(spec, target, implementation="wgmma")
 
 
 @pytest.mark.parametrize("target", (CPU, A100, H200), ids=("cpu", "a100", "h200"))
 def test_xla_tiles_follow_the_target(target: Target) -> None:
-    case = dataclasses.replace(CASES["mixed_bf16_gqa7"], page_size=16)
+    case = dataclasses.replace(CASES["mixed_bf16_gqa3"], page_size=16)
     spec = spec_of(case, make_inputs(case))
     config = xla_config(spec, target)
     assert config.widen == (target.platform == "cpu") and (config.tile_batch == 1) == (target.platform == "cpu")

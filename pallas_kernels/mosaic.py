@@ -1,0 +1,141 @@
+"""What the Mosaic GPU kernels share: tensor-core products, layouts the library lacks, and rows stored under a bound.
+
+`interpret` picks forms that Pallas's interpreter knows on the CPU; it has no rule for plgpu.mma nor for inlined Mosaic code.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+# Below every score but finite: exp2(M_FLOOR - M_FLOOR) is 1 and exp2(M_FLOOR - score) is 0. Softmax runs in base 2, so scores carry LOG2_E.
+M_FLOOR = -1e30
+LOG2_E = math.log2(math.e)
+
+
+def interpret_params(interpret: bool) -> Any:
+    """The `interpret` argument of plgpu.kernel."""
+    return plgpu.InterpretGPUParams() if interpret else None
+
+
+def mma(acc: jax.Array, a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.Array:
+    """acc + a @ b by warp-level mma.sync, sm_80 and later."""
+    return acc + lax.dot(a, b, preferred_element_type=jnp.float32) if interpret else plgpu.mma(acc, a, b)
+
+
+def constant(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A float32 array of one value in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def across(row: jax.Array, num_columns: int) -> jax.Array:
+    """A row vector [R] repeated along columns: [R, num_columns]."""
+    return lax.broadcast_in_dim(row, (row.shape[0], num_columns), (0,))
+
+
+def scaled_scores(scores: jax.Array, scale: float, softcap: float | None) -> jax.Array:
+    """Raw products to capped scores in base 2."""
+    if softcap is None:
+        return scores * (scale * LOG2_E)
+    return jnp.tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
+
+
+def clear_rows(ref: Any, num_kept: jax.Array) -> None:
+    """Zeroes the rows of a 16-bit SMEM tile [32 k, 16 m] from `num_kept` on, whatever they held. A later TMA copy into it needs a fence.
+
+    In shared memory rather than after the load as an operand: plgpu.broadcasted_iota is wrong in MMA_RHS, whose registers hold neighbours
+    of a column (both get the upper row's number, so a mask lets the row after an odd bound through), and a selected operand would have to
+    be in registers whole.
+    """
+    layout = plgpu.Layout.MMA_ACC(ref.dtype, m_warps=2)
+    row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=layout)
+    ref[...] = jnp.where(row < num_kept, plgpu.load(ref, layout=layout, optimized=False), jnp.zeros((), ref.dtype))
+
+
+def as_lhs(p: jax.Array, *, interpret: bool) -> jax.Array:
+    """A 16-bit array [64 k, C] in MMA_ACC as the left operand of the next product: the same registers under another name."""
+    if interpret:
+        return p
+    source, target = plgpu.Layout.MMA_ACC(p.dtype), plgpu.Layout.MMA_LHS(p.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(source,), return_type=plgpu.ShapeDtypeStruct(p.shape, p.dtype, layout=target))
+    def rename(ctx: Any, x: Any) -> Any:
+        word, native = ir.IntegerType.get_signless(32), target.to_mgpu()
+        registers = np.empty(x.registers.size, dtype=object)
+        for i, register in enumerate(x.registers.flat):
+            # Without an operation in between, the rename folds away and the layouts no longer agree.
+            registers[i] = utils.bitcast(utils.bitcast(register, word), register.type)
+        return mgpu.FragmentedArray(_registers=registers.reshape(native.registers_shape(x.shape)), _layout=native, _is_signed=x.is_signed)
+
+    return rename(p)
+
+
+def load_rows(ref: Any, num_rows: int, layout: Any, *, interpret: bool) -> jax.Array:
+    """A small GMEM ref [R, C] as [num_rows, C] in a tiled layout, zero below its R rows."""
+    held, (num_columns, dtype) = ref.shape[0], (ref.shape[1], ref.dtype)
+    if interpret:
+        return jnp.concatenate([ref[...], jnp.zeros((num_rows - held, num_columns), dtype)]) if held < num_rows else ref[...]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((num_rows, num_columns), dtype, layout=layout))
+    def load(ctx: Any, source: Any) -> Any:
+        native, index_type = layout.to_mgpu(), ir.IndexType.get()
+        element = utils.dtype_to_ir_type(dtype)
+        packed = ir.VectorType.get((native.vector_length,), element)
+        zero = vector.broadcast(packed, utils.c(0.0, element))
+        registers = np.empty(native.registers_shape((num_rows, num_columns)), dtype=object)
+        for index, (row, column) in zip(np.ndindex(registers.shape), native.thread_idxs((num_rows, num_columns)), strict=True):
+            there = arith.cmpi(arith.CmpIPredicate.ult, row, utils.c(held, index_type))
+            # Rows below repeat the last one, so that every access is in bounds.
+            pointer = _pointer(source, arith.minui(row, utils.c(held - 1, index_type)), column)
+            registers[index] = arith.select(there, llvm.load(packed, pointer), zero)
+        return mgpu.FragmentedArray(_registers=registers, _layout=native, _is_signed=None)
+
+    return load(ref)
+
+
+def store_rows(ref: Any, value: jax.Array, first: jax.Array | int, end: jax.Array | int, layout: Any, *, interpret: bool) -> None:
+    """Writes rows first <= r < end of `value` [R, C] to a GMEM ref [R', C], and nothing else; rows outside may lie out of bounds."""
+    if interpret:
+        def put(r: jax.Array, _: None) -> None:
+            ref[r] = lax.dynamic_index_in_dim(value, r, keepdims=False)
+
+        lax.fori_loop(jnp.int32(first), jnp.int32(end), put, None)
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar, scalar))
+    def store(ctx: Any, x: Any, target: Any, low: Any, high: Any) -> None:
+        word = ir.IntegerType.get_signless(32)
+        low, high = (bound.registers.item() if isinstance(bound, mgpu.FragmentedArray) else bound for bound in (low, high))
+        for register, (row, column) in zip(x.registers.flat, x.layout.thread_idxs(x.shape), strict=True):
+            r = arith.index_cast(word, row)
+            inside = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, r, low), arith.cmpi(arith.CmpIPredicate.slt, r, high))
+            with utils.when(inside):
+                llvm.store(register, _pointer(target, row, column))
+
+    store(value, ref, jnp.int32(first), jnp.int32(end))
+
+
+def _pointer(ref: Any, row: Any, column: Any) -> Any:
+    """Address of element (row, column) of a 2-D memref whose columns are contiguous."""
+    kind, long = ir.MemRefType(ref.type), ir.IntegerType.get_signless(64)
+    strides, _ = kind.get_strides_and_offset()
+    offset = arith.addi(arith.muli(arith.index_cast(long, row), utils.c(strides[0], long)), arith.index_cast(long, column))
+    return utils.getelementptr(utils.memref_ptr(ref), [offset], kind.element_type)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Registers to global memory. jax 0.12 refuses `ref[...] = value` where cache lines are partly filled; 0.11 has no plgpu.store."""
+    if hasattr(plgpu, "store"):
+        functools.partial(plgpu.store, optimized=False)(ref, value)
+    else:
+        ref[...] = value

