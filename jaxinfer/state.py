@@ -1,6 +1,6 @@
 """Every pytree that crosses the jit boundary of a step. Shapes only: no computation, no policy.
 
-A step takes (params, DeviceState, one packed int32 buffer) and returns (StepOutput, DeviceState). The buffer is unpacked on
+A step takes (params, DeviceState, one packed int32 buffer) and returns (StepOutput, logits, DeviceState). The buffer is unpacked on
 the device into StepInput by a StepLayout, the one place that knows where each field lies.
 """
 
@@ -134,9 +134,10 @@ class TokenLogprobs:
 class StepOutput:
     """What the host reads back, one step behind."""
 
-    tokens: jax.Array        # [B] int32; the sampled token of rows that sample
-    finite: jax.Array        # [B] bool; False: the row's logits held NaN or infinity, or its rules left no token to sample
-    logprobs: TokenLogprobs  # zeros where no row wants them
+    tokens: jax.Array  # [B] int32; the sampled token of rows that sample
+    finite: jax.Array  # [B] bool; False: the row's logits held NaN or infinity, or its rules left no token to sample
+    logprobs: TokenLogprobs | None = None
+    """None where no row wants them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,8 @@ class StepLayout:
             ("frequency_penalty", np.float32), ("mask", np.int32), ("has_biases", np.int32), ("has_words", np.int32),
             ("wants_logprobs", np.int32))}
         updates = {name: (self.num_updates, np.int32) for name in ("update_slots", "update_entries", "update_pages")}
-        lengths = {"token_ids": (self.num_tokens, np.int32), "cu_q_lens": (self.num_rows + 1, np.int32), **rows, **updates, **sampling}
+        # What a row has comes first: row_words() of any bucket with as many rows are laid out alike.
+        lengths = {**rows, **sampling, "cu_q_lens": (self.num_rows + 1, np.int32), **updates, "token_ids": (self.num_tokens, np.int32)}
         out, offset = {}, 0
         for name, (length, dtype) in lengths.items():
             out[name] = (offset, length, np.dtype(dtype))
@@ -178,16 +180,25 @@ class StepLayout:
         offset, length, dtype = self.fields[name]
         return buffer[offset:offset + length].view(dtype)
 
+    @property
+    def num_row_words(self) -> int:
+        """Length of the buffer's first part, which holds what each row has and depends on the number of rows alone."""
+        return self.fields["cu_q_lens"][0]
+
     def unpack(self, buffer: jax.Array) -> StepInput:
         """The fields of a packed buffer [num_words] int32, on the device."""
-        def get(name: str) -> jax.Array:
-            offset, length, dtype = self.fields[name]
-            part = jax.lax.slice(buffer, (offset,), (offset + length,))
-            return part if dtype == np.int32 else jax.lax.bitcast_convert_type(part, dtype)
+        names = [f.name for f in dataclasses.fields(StepInput) if f.name != "sampling"]
+        return StepInput(**{name: self._get(buffer, name) for name in names}, sampling=self.unpack_rows(buffer)[0])
 
-        sampling = {f.name: get(f.name if f.name in self.fields else f"sampling.{f.name}") for f in dataclasses.fields(SamplingState)}
-        return StepInput(**{f.name: get(f.name) for f in dataclasses.fields(StepInput) if f.name != "sampling"},
-                         sampling=SamplingState(**sampling))
+    def unpack_rows(self, buffer: jax.Array) -> tuple[SamplingState, jax.Array]:
+        """The rows' sampling settings and StepInput.samples, from a buffer or its first num_row_words words."""
+        names = {f.name: f.name if f.name in self.fields else f"sampling.{f.name}" for f in dataclasses.fields(SamplingState)}
+        return SamplingState(**{name: self._get(buffer, field) for name, field in names.items()}), self._get(buffer, "samples")
+
+    def _get(self, buffer: jax.Array, name: str) -> jax.Array:
+        offset, length, dtype = self.fields[name]
+        part = jax.lax.slice(buffer, (offset,), (offset + length,))
+        return part if dtype == np.int32 else jax.lax.bitcast_convert_type(part, dtype)
 
 
 def kv_page_bytes(*, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype_bytes: int) -> int:

@@ -17,8 +17,9 @@ from jax import monitoring
 from jaxinfer.engine.load import LoadedModel
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
-from jaxinfer.engine.step import score_prompt, step, update_page_table, write_counts, write_rules
+from jaxinfer.engine.step import sample_rows, score_prompt, step, update_page_table, write_counts, write_rules
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.sampling.logprobs import token_logprobs
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.rules import token_rules
 from jaxinfer.state import NUM_RECENT, DeviceState, KVCache, SlotTables, StepLayout, StepOutput, TokenLogprobs, TokenRules
@@ -92,9 +93,16 @@ class CompiledSteps:
         self.counter = CompileCounter()
         self.state = _new_state(resolved, model)
         self._step = functools.partial(
-            step, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs,
+            step, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens,
             attention_implementation=resolved.attention_implementation)
         self._executables: dict[StepLayout, jax.stages.Compiled] = {}
+        # By number of rows; dispatched after a step in which a row asks for more than the greedy token.
+        self._samplers: dict[int, Callable[..., tuple[StepOutput, SlotTables]]] = {}
+        self._logprobs: dict[int, Callable[..., TokenLogprobs]] = {}
+        for layout in resolved.layouts:
+            self._samplers[layout.num_rows] = functools.partial(sample_rows, layout=layout, num_valid_tokens=resolved.num_valid_tokens)
+            self._logprobs[layout.num_rows] = functools.partial(
+                token_logprobs, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs)
         # Run as they are where steps are not compiled.
         self._update_page_table: Callable[..., DeviceState] = update_page_table
         self._write_rules: Callable[..., DeviceState] = write_rules
@@ -107,10 +115,14 @@ class CompiledSteps:
         start = time.perf_counter()
         if not self.resolved.enforce_eager:
             logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", len(self.resolved.layouts))
-            workers = min(len(self.resolved.layouts), os.cpu_count() or 1)
-            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-                self._executables = dict(zip(self.resolved.layouts, pool.map(self._compile, self.resolved.layouts), strict=True))
-            self._compile_the_rest()
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+                steps = pool.map(self._compile, self.resolved.layouts)
+                samplers = pool.map(self._compile_sampler, self._samplers)
+                logprobs = pool.map(self._compile_logprobs, self._logprobs)
+                self._compile_the_rest()
+                self._executables = dict(zip(self.resolved.layouts, steps, strict=True))
+                self._samplers = dict(zip(self._samplers, samplers, strict=True))
+                self._logprobs = dict(zip(self._logprobs, logprobs, strict=True))
             self._rehearse()
         self.compiles_at_start = self.counter.count
         plans = [plan for e in self._executables.values() if (plan := e.memory_analysis()) is not None]
@@ -124,14 +136,26 @@ class CompiledSteps:
     def num_compiles_after_warm_up(self) -> int:
         return self.counter.count - self.compiles_at_start
 
-    def run(self, layout: StepLayout, buffer: np.ndarray) -> StepOutput:
-        """Dispatches one step and starts the copy of its output to the host; does not wait for it."""
+    def run(self, layout: StepLayout, buffer: np.ndarray, *, samples: bool, wants_logprobs: bool) -> StepOutput:
+        """Dispatches one step and starts the copy of its output to the host; does not wait for it.
+
+        Args:
+          layout: the bucket.
+          buffer: [layout.num_words] int32, from pack().
+          samples: a row asks for more than its greedy token.
+          wants_logprobs: a row wants log-probabilities.
+        """
         if self.resolved.enforce_eager:
-            output, self.state = self._step(self.params, self.state, jax.numpy.asarray(buffer), layout=layout)
+            buffer_in: Any = jax.numpy.asarray(buffer)
+            output, logits, self.state = self._step(self.params, self.state, buffer_in, layout=layout)
         else:
-            output, self.state = self._executables[layout](self.params, self.state, buffer)
-        wanted = output if layout.view(buffer, "sampling.wants_logprobs").any() else (output.tokens, output.finite)
-        for x in jax.tree.leaves(wanted):
+            output, logits, self.state = self._executables[layout](self.params, self.state, buffer)
+        if samples:
+            output, slots = self._samplers[layout.num_rows](self.state.slots, logits, buffer[:layout.num_row_words])
+            self.state = dataclasses.replace(self.state, slots=slots)
+        if wants_logprobs:
+            output = dataclasses.replace(output, logprobs=self._logprobs[layout.num_rows](logits, output.tokens))
+        for x in jax.tree.leaves(output):
             x.copy_to_host_async()
         return output
 
@@ -166,6 +190,19 @@ class CompiledSteps:
         logger.debug("compiled %s", layout)
         return compiled
 
+    def _compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
+        sampler = self._samplers[num_rows]
+        words = sampler.keywords["layout"].num_row_words  # type: ignore[attr-defined]
+        return jax.jit(sampler, donate_argnames=("slots",)).lower(
+            _abstract(self.state.slots), self._abstract_logits(num_rows), jax.ShapeDtypeStruct((words,), np.int32)).compile()
+
+    def _compile_logprobs(self, num_rows: int) -> jax.stages.Compiled:
+        tokens = jax.ShapeDtypeStruct((num_rows,), np.int32)
+        return jax.jit(self._logprobs[num_rows]).lower(self._abstract_logits(num_rows), tokens).compile()
+
+    def _abstract_logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_rows, self.resolved.model.vocab_size), np.float32)
+
     def _compile_the_rest(self) -> None:
         """What runs beside the buckets: long page-table updates, the two writers of a slot's tables, the scoring of prompts."""
         state = _abstract(self.state)
@@ -193,7 +230,7 @@ class CompiledSteps:
             buffer = np.zeros(layout.num_words, np.int32)
             layout.view(buffer, "slots")[:] = layout.null_slot
             layout.view(buffer, "update_slots")[:] = layout.null_slot
-            output = self.run(layout, buffer)
+            output = self.run(layout, buffer, samples=True, wants_logprobs=True)
         self.write_page_table([(self.resolved.max_num_seqs, 0, 0)])
         slot, rules, counts = self._empty_slot()
         self.write_rules(int(slot), np.zeros(NUM_RECENT, np.int32), rules)

@@ -99,15 +99,16 @@ class Engine:
             self.steps.write_page_table(list(updates[layout.num_updates:]))
             updates = updates[:layout.num_updates]
         self._slots.write(plan)
-        output = self.steps.run(layout, pack(plan, layout, updates))
+        params = [row.request.params for row in plan.rows]
+        output = self.steps.run(layout, pack(plan, layout, updates), samples=any(not p.is_greedy for p in params),
+                                wants_logprobs=any(p.logprobs is not None for p in params))
         return output, [Scored(call=call, logprobs=self.steps.score_prompt(call.rows, call.targets)) for call in score_calls(plan)]
 
     def _apply(self, plan: SchedulePlan, output: StepOutput, scored: Sequence[Scored]) -> list[Request]:
         """Waits for a step's tokens and hands them to texts and scheduler."""
         tokens: Sequence[int] = np.asarray(output.tokens).tolist()
         finite: Sequence[bool] = np.asarray(output.finite).tolist()
-        wanted = any(row.request.params.logprobs is not None for row in plan.rows)
-        logprobs = HostLogprobs(output.logprobs) if wanted else None
+        logprobs = HostLogprobs(output.logprobs) if output.logprobs is not None else None
         start = time.perf_counter()
         for s in scored:
             self.outputs.push_prompt(s.call.request, s.call.start, s.call.num_tokens, HostLogprobs(s.logprobs))

@@ -1,5 +1,5 @@
-"""The step as a pure function: page-table updates, forward pass over the pages, sampling; beside it the functions that write a
-slot's tables and score prompt tokens. No jit and no host state here."""
+"""The step as a pure function: page-table updates, forward pass over the pages, greedy tokens; beside it the functions that sample for
+rows that ask for more, write a slot's tables and score prompt tokens. No jit and no host state here."""
 
 import dataclasses
 from typing import Any
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jaxinfer.layers.attention import PagedContext
 from jaxinfer.models.registry import bind
 from jaxinfer.sampling.logprobs import logprobs_of
-from jaxinfer.sampling.sampler import sample
-from jaxinfer.state import NUM_RECENT, DeviceState, SlotTables, StepInput, StepLayout, StepOutput, TokenLogprobs, TokenRules
+from jaxinfer.sampling.sampler import greedy, sample
+from jaxinfer.state import NUM_RECENT, DeviceState, SamplingState, SlotTables, StepInput, StepLayout, StepOutput, TokenLogprobs, TokenRules
 
 
 def step(
     params: dict[str, jax.Array], state: DeviceState, buffer: jax.Array, *,
-    graphdef: Any, layout: StepLayout, num_valid_tokens: int, num_logprobs: int, attention_implementation: str | None,
-) -> tuple[StepOutput, DeviceState]:
-    """Computes a plan's tokens and samples one token for each row that reached the end of its known tokens.
+    graphdef: Any, layout: StepLayout, num_valid_tokens: int, attention_implementation: str | None,
+) -> tuple[StepOutput, jax.Array, DeviceState]:
+    """Computes a plan's tokens, and the likeliest next token of each row. Where a row asks for more, sample_rows must follow.
 
     Args:
       params: the model's flat parameters, dotted path -> array.
@@ -27,11 +27,10 @@ def step(
       graphdef: the model's structure, from nnx.split at load.
       layout: the bucket; static, as are the remaining arguments.
       num_valid_tokens: vocabulary ids at or above this are never sampled.
-      num_logprobs: the likeliest tokens that are reported where a row wants log-probabilities.
       attention_implementation: one implementation by name, or None to let the op choose.
 
     Returns:
-      What the host reads, and the new state. Padding rows write to page 0 and slot S only.
+      What the host reads, the logits [B, V] float32, and the new state. Padding rows write to page 0 and slot S only.
     """
     inputs = layout.unpack(buffer)
     page_table = state.page_table.at[inputs.update_slots, inputs.update_entries].set(inputs.update_pages)
@@ -44,19 +43,38 @@ def step(
     with jax.named_scope("lm_head"):
         last = hidden if layout.decode_only else hidden[jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)]
         logits = model.logits(last)
-    tokens, finite, logprobs = sample(logits, inputs.sampling, state.slots, num_valid_tokens=num_valid_tokens, num_logprobs=num_logprobs)
+    tokens, finite = greedy(logits, num_valid_tokens=num_valid_tokens)
     kept = state.hidden if layout.decode_only else state.hidden.at[:layout.num_tokens].set(hidden)
-    new_state = DeviceState(cache=context.cache, page_table=page_table, slots=_note_tokens(state.slots, tokens, inputs, layout), hidden=kept)
-    return StepOutput(tokens=tokens, finite=finite, logprobs=logprobs), new_state
+    slots = _remember(state.slots, tokens, _sampled_slots(inputs.sampling, inputs.samples, layout), inputs.sampling.position)
+    return StepOutput(tokens=tokens, finite=finite), logits, DeviceState(cache=context.cache, page_table=page_table, slots=slots, hidden=kept)
 
 
-def _note_tokens(slots: SlotTables, tokens: jax.Array, inputs: StepInput, layout: StepLayout) -> SlotTables:
-    """Remembers what each row sampled, and counts it where the row has penalties; other rows write to slot S."""
-    sampled = jnp.where(inputs.samples == 1, inputs.slots, layout.null_slot)
-    counted = jnp.where(inputs.sampling.penalises, sampled, layout.null_slot)
-    return dataclasses.replace(
-        slots, recent_tokens=slots.recent_tokens.at[sampled, inputs.sampling.position % NUM_RECENT].set(tokens),
-        counts=slots.counts.at[counted, tokens].add(1))
+def sample_rows(slots: SlotTables, logits: jax.Array, row_words: jax.Array, *, layout: StepLayout,
+                num_valid_tokens: int) -> tuple[StepOutput, SlotTables]:
+    """Samples for the rows of the step just run, in place of its greedy tokens.
+
+    Args:
+      slots: the slots' tables. DONATED: use the ones returned.
+      logits: [B, V] float32, the step's.
+      row_words: [layout.num_row_words] int32, the first part of the step's buffer.
+      layout: any bucket with B rows; static, as is the remaining argument.
+      num_valid_tokens: vocabulary ids at or above this are never sampled.
+    """
+    sampling, samples = layout.unpack_rows(row_words)
+    tokens, finite = sample(logits, sampling, slots, num_valid_tokens=num_valid_tokens)
+    sampled = _sampled_slots(sampling, samples, layout)
+    counted = jnp.where(sampling.penalises, sampled, layout.null_slot)
+    slots = dataclasses.replace(_remember(slots, tokens, sampled, sampling.position), counts=slots.counts.at[counted, tokens].add(1))
+    return StepOutput(tokens=tokens, finite=finite), slots
+
+
+def _sampled_slots(sampling: SamplingState, samples: jax.Array, layout: StepLayout) -> jax.Array:
+    """[B] the slots of rows that sample; S in place of the others."""
+    return jnp.where(samples == 1, sampling.slots, layout.null_slot)
+
+
+def _remember(slots: SlotTables, tokens: jax.Array, sampled: jax.Array, position: jax.Array) -> SlotTables:
+    return dataclasses.replace(slots, recent_tokens=slots.recent_tokens.at[sampled, position % NUM_RECENT].set(tokens))
 
 
 def update_page_table(state: DeviceState, slots: jax.Array, entries: jax.Array, pages: jax.Array) -> DeviceState:

@@ -4,30 +4,27 @@ They are of the model's own distribution over the valid vocabulary: before tempe
 vLLM's default (raw_logprobs) returns.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.state import SamplingState, TokenLogprobs
+from jaxinfer.state import TokenLogprobs
 
 _GROUP = 128  # tokens that share one maximum in the search for the likeliest
 
 
-def token_logprobs(logits: Callable[[], jax.Array], tokens: jax.Array, sampling: SamplingState, *, num_logprobs: int) -> TokenLogprobs:
-    """Log-probabilities of sampled tokens if any row wants them, else zeros at no cost.
+def token_logprobs(logits: jax.Array, tokens: jax.Array, *, num_valid_tokens: int, num_logprobs: int) -> TokenLogprobs:
+    """Log-probabilities of sampled tokens, over the valid vocabulary.
 
     Args:
-      logits: makes [B, V] float32, -inf where padded; called inside the branch that needs it.
+      logits: [B, V] float32.
       tokens: [B] int32.
-      sampling: per-row settings.
-      num_logprobs: R, at most V.
+      num_valid_tokens: ids at or above this are padding and have probability 0.
+      num_logprobs: R, the likeliest tokens reported; no more than V are.
     """
-    rows = tokens.shape[0]
-    nothing = TokenLogprobs(chosen=jnp.zeros(rows, jnp.float32), ranks=jnp.zeros(rows, jnp.int32),
-                            top_ids=jnp.zeros((rows, num_logprobs), jnp.int32), top=jnp.zeros((rows, num_logprobs), jnp.float32))
-    return lax.cond(jnp.any(sampling.wants_logprobs > 0), lambda: logprobs_of(logits(), tokens, num_logprobs=num_logprobs), lambda: nothing)
+    if num_valid_tokens < logits.shape[1]:
+        logits = jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < num_valid_tokens, logits, -jnp.inf)
+    return logprobs_of(logits, tokens, num_logprobs=min(num_logprobs, logits.shape[1]))
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array, *, num_logprobs: int) -> TokenLogprobs:

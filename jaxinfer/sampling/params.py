@@ -136,6 +136,11 @@ class SamplingParams:
         return bool(self.biases or self.bad_words or self.min_tokens or self.allowed_token_ids is not None)
 
     @functools.cached_property
+    def is_greedy(self) -> bool:
+        """The largest logit is the token: no draw, no rule, no penalty."""
+        return self.temperature == 0 and not (self.penalises or self.has_rules)
+
+    @functools.cached_property
     def is_plain(self) -> bool:
         """Nothing but temperature, top-k, top-p, min-p and the seed matters to the device."""
         return not (self.penalises or self.has_rules or self.logprobs is not None)

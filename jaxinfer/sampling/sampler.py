@@ -2,8 +2,8 @@
 
 Order of stages, as in vLLM: valid vocabulary -> rules and penalties (adjust.py) -> temperature -> min-p -> top-k -> top-p -> draw.
 Stages that no row of the batch asks for are not run. No stage sorts: the top-k and top-p thresholds are found digit by digit over
-the bit patterns of non-negative floats, which order as the floats do. On a GPU no loop is left in the program either: one command
-buffer can hold the whole step, so that dispatching it never waits.
+the bit patterns of non-negative floats, which order as the floats do. On a GPU no loop is left in the program either: a command
+buffer can hold all of it, so that dispatching it never waits.
 """
 
 from collections.abc import Callable
@@ -13,40 +13,46 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.sampling.adjust import adjust
-from jaxinfer.sampling.logprobs import token_logprobs
-from jaxinfer.state import SamplingState, SlotTables, TokenLogprobs
+from jaxinfer.state import SamplingState, SlotTables
 
 _WEIGHT_BITS = 30    # every weight exp(logit - max) lies in [0, 1], and 1.0f is 0x3F800000
 _GPU_DIGIT_BITS = 3  # bits of a threshold found in one pass over the row: few passes where a launch costs more than compares
 _CPU_DIGIT_BITS = 1
 
 
-def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num_valid_tokens: int,
-           num_logprobs: int) -> tuple[jax.Array, jax.Array, TokenLogprobs]:
-    """One token for each row.
+def greedy(logits: jax.Array, *, num_valid_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The largest logit of each row, the lowest id on a tie: all that a batch of plainly greedy rows needs.
+
+    Args:
+      logits: [B, V] float32.
+      num_valid_tokens: ids at or above this are padding of the vocabulary and are never chosen.
+
+    Returns:
+      tokens [B] int32; finite [B] bool: False where a row's valid logits held NaN or infinity (its token means nothing).
+    """
+    with jax.named_scope("greedy"):
+        finite = jnp.max(jnp.abs(_where_valid(logits, num_valid_tokens, 0.0)), axis=1) < jnp.inf  # a NaN is the maximum, and is not less
+        return _argmax(_where_valid(logits, num_valid_tokens, -jnp.inf)), finite
+
+
+def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num_valid_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """One token for each row, whatever the rows ask for.
 
     Args:
       logits: [B, V] float32.
       sampling: per-row settings; temperature 0 takes the largest logit, the lowest id on a tie.
       slots: counts and rules of the rows' slots.
       num_valid_tokens: ids at or above this are padding of the vocabulary and are never chosen.
-      num_logprobs: R, the likeliest tokens that are reported where a row wants log-probabilities.
 
     Returns:
       tokens [B] int32; finite [B] bool: False where a row's valid logits held NaN or infinity or nothing was left to sample (its
-      token means nothing); and log-probabilities of the logits as given, zeros where no row wants them.
+      token means nothing).
     """
     with jax.named_scope("sample"):
-        finite = jnp.max(jnp.abs(_where_valid(logits, num_valid_tokens, 0.0)), axis=1) < jnp.inf  # a NaN is the maximum, and is not less
-
-        def valid() -> jax.Array:  # made anew in each branch, where it fuses: as a branch's input it would be written out
-            return _where_valid(logits, num_valid_tokens, -jnp.inf)
-
+        finite = jnp.max(jnp.abs(_where_valid(logits, num_valid_tokens, 0.0)), axis=1) < jnp.inf
         adjusts = sampling.penalises | (sampling.mask > 0) | (sampling.has_biases > 0) | (sampling.has_words > 0)
-        plain = ~jnp.any(adjusts | (sampling.temperature > 0))
-        tokens, possible = lax.cond(plain, lambda: (_argmax(valid()), finite),
-                                    lambda: _adjust_and_draw(valid(), sampling, slots, jnp.any(adjusts)))
-        return tokens, finite & possible, token_logprobs(valid, tokens, sampling, num_logprobs=min(num_logprobs, logits.shape[1]))
+        tokens, possible = _adjust_and_draw(_where_valid(logits, num_valid_tokens, -jnp.inf), sampling, slots, jnp.any(adjusts))
+        return tokens, finite & possible
 
 
 def _where_valid(logits: jax.Array, num_valid_tokens: int, padding: float) -> jax.Array:
@@ -58,15 +64,15 @@ def _where_valid(logits: jax.Array, num_valid_tokens: int, padding: float) -> ja
 
 def _adjust_and_draw(logits: jax.Array, sampling: SamplingState, slots: SlotTables,
                      any_adjusts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens [B] of a batch with rows that are not plainly greedy, and whether each row had any to choose from [B]."""
+    """Tokens [B], and whether each row had any to choose from [B]."""
     logits = lax.cond(any_adjusts, lambda: adjust(logits, sampling, slots), lambda: logits)
     possible = jnp.max(logits, axis=1) > -jnp.inf
     random = sampling.temperature > 0
     restricted = random & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     least = lax.cond(jnp.any(restricted), lambda: keep_threshold(jnp.exp(_scaled(logits, sampling)), sampling),
                      lambda: jnp.zeros((logits.shape[0], 1), jnp.int32))
-    greedy = _argmax(logits)
-    tokens = lax.cond(jnp.any(random), lambda: jnp.where(random, _draw(logits, sampling, least), greedy), lambda: greedy)
+    largest = _argmax(logits)
+    tokens = lax.cond(jnp.any(random), lambda: jnp.where(random, _draw(logits, sampling, least), largest), lambda: largest)
     return tokens, possible
 
 

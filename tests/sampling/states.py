@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.sampling.logprobs import token_logprobs
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.rules import token_rules
 from jaxinfer.sampling.sampler import sample
@@ -31,7 +32,11 @@ def make_slots(rows, vocab_size, rules=None):
                       rules=jax.tree.map(lambda *x: jnp.stack(x), *rules))
 
 
-sample_all = jax.jit(functools.partial(sample, num_logprobs=NUM_LOGPROBS), static_argnames="num_valid_tokens")
+@functools.partial(jax.jit, static_argnames="num_valid_tokens")
+def sample_all(logits, sampling, slots, *, num_valid_tokens):
+    """(tokens, finite, log-probabilities)."""
+    tokens, finite = sample(logits, sampling, slots, num_valid_tokens=num_valid_tokens)
+    return tokens, finite, token_logprobs(logits, tokens, num_valid_tokens=num_valid_tokens, num_logprobs=NUM_LOGPROBS)
 
 
 def draw(logits, sampling, *, num_valid_tokens):

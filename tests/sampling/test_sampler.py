@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.sampling.sampler import keep_threshold
+from jaxinfer.sampling.sampler import greedy, keep_threshold
 from tests.sampling.states import draw, make_state
 
 V = 97
@@ -51,8 +51,8 @@ def test_keep_threshold_equals_full_sort():
 
 def test_greedy_takes_the_lowest_of_equal_logits_and_never_padding():
     logits = jnp.zeros((2, V)).at[0, 5].set(3.0).at[0, 9].set(3.0).at[1, V - 1].set(50.0).at[1, 4].set(1.0)
-    tokens, finite = draw(logits, make_state(2, temperature=0.0), num_valid_tokens=V - 1)
-    assert tokens.tolist() == [5, 4] and finite.tolist() == [True, True]
+    for tokens, finite in (draw(logits, make_state(2, temperature=0.0), num_valid_tokens=V - 1), greedy(logits, num_valid_tokens=V - 1)):
+        assert tokens.tolist() == [5, 4] and finite.tolist() == [True, True]
 
 
 def test_padding_is_never_drawn_even_when_all_is_hot():
@@ -64,8 +64,8 @@ def test_padding_is_never_drawn_even_when_all_is_hot():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_rows_are_reported_and_padding_is_not_looked_at(bad):
     logits = jnp.zeros((3, V)).at[1, 3].set(bad).at[2, V - 1].set(bad)
-    _, finite = draw(logits, make_state(3, temperature=0.0), num_valid_tokens=V - 1)
-    assert finite.tolist() == [True, False, True]
+    for _, finite in (draw(logits, make_state(3, temperature=0.0), num_valid_tokens=V - 1), greedy(logits, num_valid_tokens=V - 1)):
+        assert finite.tolist() == [True, False, True]
 
 
 def test_draws_follow_the_distribution():
