@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 VENV_NEXT ?= .venv-next
+VENV_AOT ?= .venv-aot
 CACHE ?= .cache
 MODEL ?=
 # The jax that is tested first; `make test-next` takes the newest that setup.cfg allows.
@@ -44,6 +45,7 @@ help:
 	@echo 'make demo MODEL=PATH      the same with a .gguf file, a Hugging Face folder or a converted folder'
 	@echo 'make test                 ruff, mypy and all tests, on $(JAX)'
 	@echo 'make test-next            the same on the newest jax that setup.cfg allows'
+	@echo 'make aot                  compile kernels and whole steps for A100 and H200 without a GPU, and check their budgets'
 	@echo 'make clean                remove the virtual environments and the tools'"'"' caches; the downloaded checkpoint stays'
 	@echo 'Settings: PYTHON=interpreter  VENV=folder  CACHE=folder for checkpoints  JAX=requirement  WORKERS=test processes'
 
@@ -59,6 +61,11 @@ test: $(VENV)/.test
 test-next: $(VENV_NEXT)/.test
 	@$(MAKE) --no-print-directory check BIN='$(VENV_NEXT)/bin'
 
+# JAX_PLATFORMS is bench.aot's own affair: it compiles for GPUs that are not here.
+.PHONY: aot
+aot: $(VENV_AOT)/.aot
+	@$(VENV_AOT)/bin/python -m bench.aot
+
 # Ruff, mypy and the tests with the tools under BIN.
 .PHONY: check
 check:
@@ -69,10 +76,10 @@ check:
 
 .PHONY: clean
 clean:
-	rm -rf '$(VENV)' '$(VENV_NEXT)' .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf '$(VENV)' '$(VENV_NEXT)' '$(VENV_AOT)' .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 # A stamp is made last, so an interrupted step is done again. An environment without its stamp is made afresh.
-$(VENV)/.made $(VENV_NEXT)/.made:
+$(VENV)/.made $(VENV_NEXT)/.made $(VENV_AOT)/.made:
 	@$(FIND_PYTHON); python=$$(find_python); \
 	echo "Making the virtual environment $(@D) with $$python ($$("$$python" -c 'import sys; print(sys.version.split()[0])'))"; \
 	"$$python" -m venv --clear '$(@D)'
@@ -91,4 +98,9 @@ $(VENV)/.test: $(VENV)/.runtime
 $(VENV_NEXT)/.test: $(VENV_NEXT)/.made setup.cfg pyproject.toml
 	@echo 'Installing jaxinfer, its tests and the newest jax allowed into $(@D) (once, about a minute)'
 	@$(@D)/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager -e '.[test]'
+	@touch '$@'
+
+$(VENV_AOT)/.aot: $(VENV_AOT)/.made setup.cfg pyproject.toml
+	@echo 'Installing jaxinfer and the CUDA wheels of jax, which compile without a GPU, into $(@D) (once, 4 GB)'
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -e '.[cuda13]' '$(JAX)'
 	@touch '$@'

@@ -1,0 +1,95 @@
+"""Runs the compiles, a child process a target, prints the table and fails where a budget is broken."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from bench import report
+from bench.aot.compiling import TARGETS, shared_limit
+from jaxinfer import cli
+
+BUDGETS = Path(__file__).parent / "budgets.json"
+KNOWN_TARGETS = tuple(sorted(path.stem for path in TARGETS.glob("*.txtpb")))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry; exit code 1 where a case does not compile or breaks a budget."""
+    values = flags.FlagValues()
+    flags.DEFINE_list("targets", list(KNOWN_TARGETS), f"Of {', '.join(KNOWN_TARGETS)}.", flag_values=values, module_name="What")
+    flags.DEFINE_string("cases", "", "Only cases whose name holds this text.", flag_values=values, module_name="What")
+    flags.DEFINE_bool("full", False, "Steps with all their layers, not two.", flag_values=values, module_name="What")
+    flags.DEFINE_string("json", None, "Write all figures here.", flag_values=values, module_name="What")
+    return cli.run(lambda _: _run(values), values, argv, __doc__)
+
+
+def _run(values: flags.FlagValues) -> int:
+    from bench.aot.cases import all_cases
+
+    targets, part, full = list(values["targets"].value or ()), str(values["cases"].value), bool(values["full"].value)
+    unknown = [t for t in targets if t not in KNOWN_TARGETS]
+    names = [name for name in all_cases(full=False) if part in name]
+    if unknown or not names:
+        raise app.UsageError(f"--targets={','.join(unknown)}: known are {', '.join(KNOWN_TARGETS)}." if unknown
+                             else f"--cases={part}: no case's name holds that.")
+    budgets = json.loads(BUDGETS.read_text())
+    figures: dict[str, Any] = {}
+    problems: list[str] = []
+    for target in targets:
+        figures[target], crash = _compile(target, names, full=full)
+        problems += [crash] if crash else []
+        problems += [f"[{target}] {name}: {p}" for name, f in figures[target].items() for p in check(f, budgets.get(name, {}), target)]
+        print(table(target, figures[target]), flush=True)
+    if values["json"].value:
+        Path(values["json"].value).write_text(json.dumps(figures, indent=1) + "\n")
+    print("\n".join(problems) or f"{sum(map(len, figures.values()))} compiles within their budgets")
+    return 1 if problems else 0
+
+
+def _compile(target: str, names: list[str], *, full: bool) -> tuple[dict[str, Any], str | None]:
+    """(figures, None), or ({}, what went wrong): an instruction that the target lacks aborts the child."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "bench.aot.compiling", target, "full" if full else "short", str(output), *names]
+        done = subprocess.run(command, check=False)
+        if done.returncode or not output.exists():
+            return {}, f"[{target}] the compiling process ended with code {done.returncode}; its last lines above say at which case"
+        return json.loads(output.read_text()), None
+
+
+def check(figures: dict[str, Any], budget: dict[str, Any], target: str) -> list[str]:
+    """What a case breaks: spills, shared memory, copies of the pool, donation not used, or its own budget."""
+    problems = []
+    for kernel, k in figures["kernels"].items():
+        if k["spill_bytes"]:
+            problems.append(f"{kernel} spills {k['spill_bytes']} bytes")
+        if k["shared_bytes"] > shared_limit(target):
+            problems.append(f"{kernel} takes {k['shared_bytes']} bytes of shared memory, the target has {shared_limit(target)}")
+    if figures["aliased_bytes"] < figures["donated_bytes"]:
+        problems.append(f"only {figures['aliased_bytes']} of {figures['donated_bytes']} donated bytes are reused in place")
+    for name, limit in budget.items():
+        value = len(figures[name]) if isinstance(figures[name], list) else figures[name]
+        if value > limit:
+            problems.append(f"{name} = {figures[name]}, the budget is {limit}")
+    return problems
+
+
+def table(target: str, figures: dict[str, Any]) -> str:
+    """One line a case, and one a kernel of it."""
+    rows = []
+    for name, f in figures.items():
+        kernels = "; ".join(f"{k} {v['registers']} regs, {v['spill_bytes']} B spills, {v['shared_bytes'] / 1024:.0f} KiB"
+                            for k, v in f["kernels"].items())
+        rows.append({"case": name, "temp MB": f["temp_bytes"] / 1e6, "launches": f["launches_inside"] + f["launches_outside"],
+                     "outside graphs": f["launches_outside"], "host loops": f["host_loops"], "big copies": len(f["big_copies"]),
+                     "s": f["seconds"], "kernels": kernels})
+    return f"\n{target}\n{report.table(rows)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
