@@ -1,6 +1,7 @@
 """Which implementation of an op runs, decided before anything is compiled. Computes nothing and never falls back on an exception."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,6 +85,21 @@ class Choice:
     def __str__(self) -> str:
         rejected = "".join(f"; not {name}: {reason}" for name, reason in self.rejected)
         return f"{self.op}: {self.implementation} ({self.reason}){rejected}"
+
+
+@functools.lru_cache(maxsize=512)
+def traced_once(run: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+    """`run` with its static arguments, as one function however often it is called.
+
+    A model calls an op once a layer with the same shapes. Under an outer jit it is then traced once, and all layers' kernels are the
+    same to the last byte, debug locations included: Mosaic GPU compiles one kernel, not one a layer (a 28-layer prefill step takes
+    minutes otherwise).
+
+    Args:
+      run: an implementation's function of arrays.
+      static: its keyword arguments, all hashable.
+    """
+    return jax.jit(functools.partial(run, **static))
 
 
 def choose[Spec](op: str, impls: Sequence[Implementation[Spec]], spec: Spec, target: Target,

@@ -23,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = flags.FlagValues()
     flags.DEFINE_list("targets", list(KNOWN_TARGETS), f"Of {', '.join(KNOWN_TARGETS)}.", flag_values=values, module_name="What")
     flags.DEFINE_string("cases", "", "Only cases whose name holds this text.", flag_values=values, module_name="What")
-    flags.DEFINE_bool("full", False, "Steps with all their layers, not two.", flag_values=values, module_name="What")
     flags.DEFINE_string("json", None, "Write all figures here.", flag_values=values, module_name="What")
     return cli.run(lambda _: _run(values), values, argv, __doc__)
 
@@ -31,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(values: flags.FlagValues) -> int:
     from bench.aot.cases import all_cases
 
-    targets, part, full = list(values["targets"].value or ()), str(values["cases"].value), bool(values["full"].value)
+    targets, part = list(values["targets"].value or ()), str(values["cases"].value)
     unknown = [t for t in targets if t not in KNOWN_TARGETS]
-    names = [name for name in all_cases(full=False) if part in name]
+    names = [name for name in all_cases() if part in name]
     if unknown or not names:
         raise app.UsageError(f"--targets={','.join(unknown)}: known are {', '.join(KNOWN_TARGETS)}." if unknown
                              else f"--cases={part}: no case's name holds that.")
@@ -41,7 +40,7 @@ def _run(values: flags.FlagValues) -> int:
     figures: dict[str, Any] = {}
     problems: list[str] = []
     for target in targets:
-        figures[target], crash = _compile(target, names, full=full)
+        figures[target], crash = _compile(target, names)
         problems += [crash] if crash else []
         problems += [f"[{target}] {name}: {p}" for name, f in figures[target].items() for p in check(f, budgets.get(name, {}), target)]
         print(table(target, figures[target]), flush=True)
@@ -51,11 +50,11 @@ def _run(values: flags.FlagValues) -> int:
     return 1 if problems else 0
 
 
-def _compile(target: str, names: list[str], *, full: bool) -> tuple[dict[str, Any], str | None]:
+def _compile(target: str, names: list[str]) -> tuple[dict[str, Any], str | None]:
     """(figures, None), or ({}, what went wrong): an instruction that the target lacks aborts the child."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "bench.aot.compiling", target, "full" if full else "short", str(output), *names]
+        command = [sys.executable, "-m", "bench.aot.compiling", target, str(output), *names]
         done = subprocess.run(command, check=False)
         if done.returncode or not output.exists():
             return {}, f"[{target}] the compiling process ended with code {done.returncode}; its last lines above say at which case"

@@ -20,7 +20,6 @@ PAGE_SIZE = 64
 NUM_PAGES = 600
 MAX_MODEL_LEN = 4096
 SLOTS = 32
-STEP_LAYERS = 2  # layers of a step that is compiled by default: enough to see what one layer adds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +33,8 @@ class Case:
     """A kernel must not spill; a step's XLA fusions are XLA's business."""
 
 
-def all_cases(*, full: bool) -> dict[str, Callable[[], Case]]:
-    """Name -> maker of the case; made lazily, since tracing reads the target. `full` compiles steps with every layer."""
+def all_cases() -> dict[str, Callable[[], Case]]:
+    """Name -> maker of the case; made lazily, since tracing reads the target. Steps have all their layers."""
     cases: dict[str, Callable[[], Case]] = {}
     for name, heads, kv_heads, head_dim in (("q", 28, 4, 128), ("m", 32, 32, 128), ("h64", 14, 2, 64)):
         for rows in (1, 32, 128):
@@ -45,8 +44,8 @@ def all_cases(*, full: bool) -> dict[str, Callable[[], Case]]:
         cases[f"kernel-write-{name}-t2048"] = functools.partial(_write, 2048, 8, kv_heads, head_dim)
     for shape in ("Q", "M"):
         for rows in (1, 32):
-            cases[f"step-decode-{shape.lower()}-b{rows}"] = functools.partial(_step, shape, rows, rows, True, full)
-        cases[f"step-prefill-{shape.lower()}-t2048"] = functools.partial(_step, shape, 2048, 8, False, full)
+            cases[f"step-decode-{shape.lower()}-b{rows}"] = functools.partial(_step, shape, rows, rows, True)
+        cases[f"step-prefill-{shape.lower()}-t2048"] = functools.partial(_step, shape, 2048, 8, False)
     return cases
 
 
@@ -70,11 +69,9 @@ def _write(num_tokens: int, num_rows: int, kv_heads: int, head_dim: int) -> Case
     return Case(function=write_kv_pages, arguments=(new, new, pages, pages, *_rows(num_rows)), donated=(2, 3))
 
 
-def _step(shape: str, num_tokens: int, num_rows: int, decode_only: bool, full: bool) -> Case:
+def _step(shape: str, num_tokens: int, num_rows: int, decode_only: bool) -> Case:
     """One engine step of a named shape in bfloat16, the state donated."""
     config = SHAPES[shape]
-    if not full:
-        config = dataclasses.replace(config, num_layers=STEP_LAYERS, sliding_windows=config.sliding_windows[:STEP_LAYERS])
     graphdef, specs = abstract_model(config, "bfloat16")
     params = {name: _shape(spec.shape, spec.dtype) for name, spec in specs.items()}
     layout = StepLayout(num_tokens=num_tokens, num_rows=num_rows, num_updates=num_tokens // PAGE_SIZE + 2 * num_rows, null_slot=SLOTS,

@@ -51,7 +51,7 @@ def stub_nvdisasm(folder: Path) -> None:
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(folder)
 
 
-def compile_cases(target: str, names: list[str], *, full: bool, dump: Path) -> dict[str, Any]:
+def compile_cases(target: str, names: list[str], *, dump: Path) -> dict[str, Any]:
     """Case -> figures, or {"error": ...}."""
     prepare(dump)
     import jax
@@ -71,7 +71,7 @@ def compile_cases(target: str, names: list[str], *, full: bool, dump: Path) -> d
     # The mesh tells XLA's lowerings which GPU it is, the default device tells Mosaic, which would otherwise take an absent one for sm_90.
     with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
         for name in names:
-            case = all_cases(full=full)[name]()
+            case = all_cases()[name]()
             for part in ("xla", "mosaic"):
                 shutil.rmtree(dump / part, ignore_errors=True)
                 (dump / part).mkdir()
@@ -87,10 +87,10 @@ def compile_cases(target: str, names: list[str], *, full: bool, dump: Path) -> d
 
 
 def main() -> None:
-    """Child process: target, 'full' or 'short', output file, case names."""
-    target, depth, output, *names = sys.argv[1:]
+    """Child process: target, output file, case names."""
+    target, output, *names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        figures = compile_cases(target, names, full=depth == "full", dump=Path(folder))
+        figures = compile_cases(target, names, dump=Path(folder))
     Path(output).write_text(json.dumps(figures))
 
 

@@ -3,7 +3,17 @@
 import jax
 
 from pallas_kernels.contract import ArrayLike, check_float, check_number, check_pages, check_rank, check_rows, dtype_name
-from pallas_kernels.dispatch import Choice, ContractError, Implementation, Target, Unsupported, choose, current_target, implementation_scope
+from pallas_kernels.dispatch import (
+    Choice,
+    ContractError,
+    Implementation,
+    Target,
+    Unsupported,
+    choose,
+    current_target,
+    implementation_scope,
+    traced_once,
+)
 from pallas_kernels.ragged_paged_attention import kernel_xla, reference
 from pallas_kernels.ragged_paged_attention.config import (
     AttentionSpec,
@@ -74,7 +84,8 @@ def ragged_paged_attention(
     target = current_target()
     choice, impl = choose(OP, IMPLS, spec, target, implementation)
     with implementation_scope(OP, choice.implementation):
-        return impl.run(q, k_pages, v_pages, page_table, cu_q_lens, kv_lens, scale=scale, spec=spec, target=target)
+        run = traced_once(impl.run, scale=scale, spec=spec, target=target)
+        return run(q, k_pages, v_pages, page_table, cu_q_lens, kv_lens)
 
 
 def ragged_paged_attention_choice(spec: AttentionSpec, target: Target | None = None, *, implementation: str | None = None) -> Choice:

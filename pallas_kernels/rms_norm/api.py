@@ -3,7 +3,17 @@
 import jax
 
 from pallas_kernels.contract import ArrayLike, check_float, check_number, check_rank, dtype_name
-from pallas_kernels.dispatch import Choice, ContractError, Implementation, Target, Unsupported, choose, current_target, implementation_scope
+from pallas_kernels.dispatch import (
+    Choice,
+    ContractError,
+    Implementation,
+    Target,
+    Unsupported,
+    choose,
+    current_target,
+    implementation_scope,
+    traced_once,
+)
 from pallas_kernels.rms_norm import kernel_xla, reference
 from pallas_kernels.rms_norm.config import NormSpec, mosaic_refusal, mosaic_vector
 
@@ -43,7 +53,7 @@ def rms_norm(
     target = current_target()
     choice, impl = choose(OP, IMPLS, spec, target, implementation)
     with implementation_scope(OP, choice.implementation):
-        return impl.run(x, weight, residual, eps=eps, spec=spec, target=target)
+        return traced_once(impl.run, eps=eps, spec=spec, target=target)(x, weight, residual)
 
 
 def rms_norm_choice(spec: NormSpec, target: Target | None = None, *, implementation: str | None = None) -> Choice:

@@ -3,7 +3,17 @@
 import jax
 
 from pallas_kernels.contract import ArrayLike, check_float, check_pages, check_rank, check_rows, dtype_name
-from pallas_kernels.dispatch import Choice, ContractError, Implementation, Target, Unsupported, choose, current_target, implementation_scope
+from pallas_kernels.dispatch import (
+    Choice,
+    ContractError,
+    Implementation,
+    Target,
+    Unsupported,
+    choose,
+    current_target,
+    implementation_scope,
+    traced_once,
+)
 from pallas_kernels.write_kv_pages import kernel_xla, reference
 from pallas_kernels.write_kv_pages.config import WriteSpec, mosaic_refusal
 
@@ -49,7 +59,7 @@ def write_kv_pages(
     target = current_target()
     choice, impl = choose(OP, IMPLS, spec, target, implementation)
     with implementation_scope(OP, choice.implementation):
-        return impl.run(k, v, k_pages, v_pages, page_table, cu_q_lens, kv_lens, spec=spec, target=target)
+        return traced_once(impl.run, spec=spec, target=target)(k, v, k_pages, v_pages, page_table, cu_q_lens, kv_lens)
 
 
 def write_kv_pages_choice(spec: WriteSpec, target: Target | None = None, *, implementation: str | None = None) -> Choice:
