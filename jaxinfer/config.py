@@ -2,13 +2,17 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 PAGE_SIZES = (16, 32, 64, 128)
+CPU_MAX_NUM_SEQS = 8
+"""max_num_seqs on a CPU, where none is given."""
 VLLM_SPELLINGS = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages", "kv_cache_dtype": "kv_dtype"}
 
 
@@ -37,7 +41,8 @@ class EngineConfig:
     kv_dtype: str = setting("auto", "KV cache: auto (as dtype), bfloat16, float16 or float32.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV pages of equal prompt prefixes.")
 
-    max_num_seqs: int | None = setting(None, "Sequences that run together at most.")
+    max_num_seqs: int | None = setting(
+        None, "Sequences that run together at most; default: 256 on a GPU, 8 on a CPU (the generate command: no more than its prompts).")
     max_num_batched_tokens: int | None = setting(None, "Tokens in one step at most; longer prompts are prefilled in chunks.")
     scheduling_policy: str = setting(
         "fcfs", "Order in which waiting requests are admitted: fcfs, priority, preemptive, shortest_prompt, longest_cached_prefix or "
@@ -63,19 +68,18 @@ class EngineConfig:
     attention_implementation: str = setting("auto", "Paged attention: auto, or the name of one implementation, which then never falls back.")
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("dtype", "kv_dtype"):
             _require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
         _require(self.page_size is None or self.page_size in PAGE_SIZES, "page_size", self.page_size, f"one of {PAGE_SIZES}")
-        for name, least in (("max_model_len", 1), ("num_pages", 2), ("kv_cache_memory_bytes", 1), ("max_num_seqs", 1),
-                            ("max_num_batched_tokens", 1)):
+        for name, least in (("max_model_len", 2), ("num_pages", 2), ("kv_cache_memory_bytes", 1), ("max_num_seqs", 1),
+                            ("max_num_batched_tokens", 1), ("preemption_grace_tokens", 0)):
             value = getattr(self, name)
-            _require(value is None or (isinstance(value, int) and value >= least), name, value, f"an integer >= {least}")
+            _require(value is None or value >= least, name, value, f"an integer >= {least}")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
-        _require(isinstance(self.max_logprobs, int) and 1 <= self.max_logprobs <= 128, "max_logprobs", self.max_logprobs,
-                 "an integer in [1, 128]")
+        _require(1 <= self.max_logprobs <= 128, "max_logprobs", self.max_logprobs, "an integer in [1, 128]")
         _require(0 < self.long_prefill_share <= 1, "long_prefill_share", self.long_prefill_share, "in (0, 1]")
-        _require(self.preemption_grace_tokens >= 0, "preemption_grace_tokens", self.preemption_grace_tokens, "an integer >= 0")
         edges, caps = self.length_buckets or (), self.length_bucket_caps
         _require(list(edges) == sorted(set(edges)) and min(edges, default=1) >= 1, "length_buckets", edges,
                  "a strictly increasing list of integers >= 1, or empty")
@@ -90,6 +94,14 @@ class EngineConfig:
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(f"num_pages = {self.num_pages} and kv_cache_memory_bytes = {self.kv_cache_memory_bytes} both set the "
                               "size of the KV pool: give one of them.")
+
+    def _check_types(self) -> None:
+        """Every value has its field's type; a number is no bool and a whole number no float."""
+        for name, hint in typing.get_type_hints(type(self)).items():
+            kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            value = getattr(self, name)
+            fits, form = zip(*(_FORMS[kind] for kind in kinds), strict=True)
+            _require(any(fit(value) for fit in fits), name, value, " or ".join(form))
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "EngineConfig":
@@ -110,6 +122,21 @@ class EngineConfig:
                 raise ConfigError(f"setting {name!r} was given twice, once under another spelling: give it once.")
             values[name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FORMS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+    int: (_is_int, "an integer"),
+    float: (lambda value: _is_int(value) or isinstance(value, float), "a number"),
+    str: (lambda value: isinstance(value, str), "a text"),
+    tuple[int, ...]: (lambda value: isinstance(value, tuple) and all(map(_is_int, value)), "a list of integers"),
+    type(None): (lambda value: value is None, "None"),
+}
+"""A field's type -> its check, and its name in a message."""
 
 
 def _require(ok: bool, name: str, value: object, limit: str) -> None:

@@ -2,6 +2,8 @@
 
   python -m jaxinfer.explain --model=DIR [--gpu=a100-40gb|a100-80gb|h100|h200]
   python -m jaxinfer.explain --shape=Q --gpu=a100-80gb --max_model_len=8192
+
+A .gguf file or a Hugging Face folder is converted first, into the folder that generate would use; later runs find it there.
 """
 
 import dataclasses
@@ -17,14 +19,16 @@ from jaxinfer import cli
 from jaxinfer.checkpoint import read_manifest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import GPUS, Hardware, attached, named_gpu
-from jaxinfer.engine.resolve import ResolvedConfig, resolve
+from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, resolve
 from jaxinfer.errors import ConfigError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
 from jaxinfer.models.shapes import SHAPES
 from jaxinfer.source import converted_checkpoint
 from jaxinfer.state import StepLayout
-from pallas_kernels.dispatch import Choice, Target
+
+_CHOSEN = {"token_buckets": "Buckets", "batch_buckets": "Buckets", "attention_implementation": "Kernels"}
+"""Settings that are left to the engine -> the block that shows what it chose."""
 
 
 def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None) -> ResolvedConfig:
@@ -49,24 +53,11 @@ def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None) 
 
 def _read(path: Path) -> tuple[ModelConfig, str, int]:
     """(model, stored dtype, ids that the tokenizer knows) of a converted checkpoint."""
-    from jaxinfer.tokenizer import Tokenizer
+    from jaxinfer.tokenizer import Tokenizer, has_tokenizer
 
     model = read_model_config(json.loads((path / "config.json").read_text()))
-    return model, read_manifest(path)["dtype"], min(model.vocab_size, Tokenizer.from_dir(path).num_tokens)
-
-
-def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
-    """Which attention implementation a bucket takes, and why."""
-    from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention_choice
-    from pallas_kernels.ragged_paged_attention.config import AttentionSpec
-
-    model, hardware = resolved.model, resolved.hardware
-    spec = AttentionSpec(
-        num_tokens=layout.num_tokens, num_rows=layout.num_rows, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim, page_size=resolved.page_size, pages_per_seq=resolved.num_pages_per_seq, q_dtype=str(resolved.dtype),
-        kv_dtype=str(resolved.kv_dtype), max_q_len=1 if layout.decode_only else None, sliding_window=model.sliding_windows[0], softcap=None)
-    target = Target(platform=hardware.platform, compute_capability=hardware.compute_capability, device_kind=hardware.name)
-    return ragged_paged_attention_choice(spec, target=target, implementation=resolved.attention_implementation)
+    num_tokens = Tokenizer.from_dir(path).num_tokens if has_tokenizer(path) else model.vocab_size
+    return model, read_manifest(path)["dtype"], min(model.vocab_size, num_tokens)
 
 
 def explain(resolved: ResolvedConfig) -> str:
@@ -85,6 +76,7 @@ def _settings(r: ResolvedConfig) -> str:
         "max_num_batched_tokens": r.max_num_batched_tokens, "page_size": r.page_size, "num_pages": r.num_pages,
     }
     kept = {f.name: getattr(r.engine, f.name) for f in dataclasses.fields(r.engine) if f.name not in derived}
+    kept |= {name: f"see {block}" for name, block in _CHOSEN.items() if kept[name] in (None, "auto")}
     return "Settings\n" + "\n".join(f"  {name:26} {value}" for name, value in {**derived, **kept}.items())
 
 

@@ -4,18 +4,20 @@ import dataclasses
 
 import numpy as np
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import CPU_MAX_NUM_SEQS, EngineConfig
 from jaxinfer.engine.hardware import Hardware
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.scheduler.policies import find_policy
 from jaxinfer.state import StepLayout, kv_page_bytes, slot_table_bytes
+from pallas_kernels.dispatch import Choice, KernelError, Target
 
 DEFAULT_PAGE_SIZE = 64
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
 _CPU_KV_SHARE = 0.125      # of RAM, at most
 _CPU_MAX_MODEL_LEN = 4096  # default cap on a CPU, where attention over more takes seconds a token
 _DEFAULTS = {              # platform -> (max_num_seqs, max_num_batched_tokens, token buckets)
-    "cpu": (8, 256, (16, 64, 256)),
+    "cpu": (CPU_MAX_NUM_SEQS, 256, (16, 64, 256)),
     "gpu": (256, 8192, (128, 512, 2048, 8192)),
 }
 
@@ -83,9 +85,10 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
       weight_bytes: bytes of the weights in the dtype that they will have.
 
     Raises:
-      ConfigError: a setting contradicts the model or another setting.
-      CapacityError: weights and at least one full-length sequence do not fit.
+      ConfigError: a setting contradicts the model or another setting, or names what there is not.
+      CapacityError: weights and at least one full-length sequence do not fit, or a pool of the size asked for does not.
     """
+    find_policy(engine.scheduling_policy)
     dtype = np_dtype(checkpoint_dtype if engine.dtype == "auto" else engine.dtype)
     kv_dtype = dtype if engine.kv_dtype == "auto" else np_dtype(engine.kv_dtype)
     page_size = engine.page_size or DEFAULT_PAGE_SIZE
@@ -98,6 +101,7 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
     if max_num_batched_tokens < max_num_seqs:
         raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}: every running "
                           f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
+    _check_buckets(engine, max_num_seqs, max_num_batched_tokens)
     layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size)
     step_bytes = _step_bytes(model, layouts, dtype) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
     page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, page_size=page_size,
@@ -105,19 +109,70 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
     pages_per_seq = -(-max_model_len // page_size)
     num_pages, budget = _num_pages(engine, hardware, weight_bytes=weight_bytes, step_bytes=step_bytes, page_bytes=page_bytes,
                                    pages_wanted=max_num_seqs * pages_per_seq + 1)
-    if num_pages - 1 < pages_per_seq:
-        need, room = (pages_per_seq + 1) * page_bytes, num_pages * page_bytes
-        raise CapacityError(
-            f"the KV pool holds {max(num_pages - 1, 0)} pages ({room / 1e9:.2f} GB) beside {weight_bytes / 1e9:.2f} GB of weights and "
-            f"{step_bytes / 1e9:.2f} GB for a step, but one sequence of max_model_len = {max_model_len} needs {pages_per_seq} pages "
-            f"({need / 1e9:.2f} GB): lower max_model_len to {max((num_pages - 1) * page_size, 0)}, or raise gpu_memory_utilization or "
-            "kv_cache_memory_bytes.")
     memory = MemoryPlan(weight_bytes=weight_bytes, kv_bytes=num_pages * page_bytes, step_bytes=step_bytes, budget_bytes=budget,
                         page_bytes=page_bytes)
-    return ResolvedConfig(
+    if num_pages - 1 < pages_per_seq:
+        raise CapacityError(_too_few_pages(engine, memory, num_pages, max_model_len, page_size))
+    if memory.total_bytes > hardware.memory_bytes:
+        raise CapacityError(
+            f"{weight_bytes / 1e9:.2f} GB of weights, {step_bytes / 1e9:.2f} GB for a step and a KV pool of {num_pages} pages "
+            f"({memory.kv_bytes / 1e9:.2f} GB) take {memory.total_bytes / 1e9:.2f} GB, more than the {hardware.memory_bytes / 1e9:.2f} GB of "
+            f"{hardware.name}: lower num_pages or kv_cache_memory_bytes, or leave both out.")
+    resolved = ResolvedConfig(
         engine=engine, model=model, hardware=hardware, dtype=dtype, kv_dtype=kv_dtype, num_valid_tokens=num_valid_tokens,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, page_size=page_size,
         num_pages=num_pages, layouts=layouts, memory=memory)
+    if engine.attention_implementation != "auto":
+        for layout in layouts:
+            attention_choice(resolved, layout)
+    return resolved
+
+
+def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
+    """Which attention implementation a bucket takes, and why.
+
+    Raises:
+      ConfigError: attention_implementation names none, or one that cannot do the bucket on this hardware.
+    """
+    from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention_choice
+    from pallas_kernels.ragged_paged_attention.config import AttentionSpec
+
+    model, hardware = resolved.model, resolved.hardware
+    spec = AttentionSpec(
+        num_tokens=layout.num_tokens, num_rows=layout.num_rows, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim, page_size=resolved.page_size, pages_per_seq=resolved.num_pages_per_seq, q_dtype=str(resolved.dtype),
+        kv_dtype=str(resolved.kv_dtype), max_q_len=1 if layout.decode_only else None, sliding_window=model.sliding_windows[0], softcap=None)
+    target = Target(platform=hardware.platform, compute_capability=hardware.compute_capability, device_kind=hardware.name)
+    try:
+        return ragged_paged_attention_choice(spec, target=target, implementation=resolved.attention_implementation)
+    except KernelError as error:
+        raise ConfigError(f"attention_implementation = {resolved.engine.attention_implementation!r}: {error} In the engine's settings "
+                          "'auto' lets it choose.") from error
+
+
+def _check_buckets(engine: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Refuses buckets that no step can fill."""
+    for name, buckets, limit_name, limit in (("batch_buckets", engine.batch_buckets, "max_num_seqs", max_num_seqs),
+                                             ("token_buckets", engine.token_buckets, "max_num_batched_tokens", max_num_batched_tokens)):
+        if buckets and buckets[-1] > limit:
+            raise ConfigError(f"{name} holds {buckets[-1]}, more than {limit_name} = {limit}, so that no step fills it: leave it out or "
+                              f"raise {limit_name}.")
+
+
+def _too_few_pages(engine: EngineConfig, memory: MemoryPlan, num_pages: int, max_model_len: int, page_size: int) -> str:
+    """Why the pool does not hold one sequence of full length, and what helps: the settings that made it so small."""
+    pages_per_seq = -(-max_model_len // page_size)
+    need, shortest = (pages_per_seq + 1) * memory.page_bytes, (num_pages - 1) * page_size
+    remedies = [f"lower max_model_len to {shortest}"] if shortest >= 2 else []
+    if engine.num_pages is not None:
+        remedies.append(f"raise num_pages to at least {pages_per_seq + 1}")
+    elif engine.kv_cache_memory_bytes is not None:
+        remedies.append(f"raise kv_cache_memory_bytes to at least {need}")
+    else:
+        remedies += ["lower max_num_seqs or max_num_batched_tokens", "raise gpu_memory_utilization or set num_pages"]
+    return (f"the KV pool holds {max(num_pages - 1, 0)} pages ({memory.kv_bytes / 1e9:.2f} GB) beside {memory.weight_bytes / 1e9:.2f} GB of "
+            f"weights and {memory.step_bytes / 1e9:.2f} GB for a step, but one sequence of max_model_len = {max_model_len} needs "
+            f"{pages_per_seq} pages ({need / 1e9:.2f} GB): {', or '.join(remedies)}.")
 
 
 def np_dtype(name: str) -> np.dtype:

@@ -9,6 +9,11 @@ from jaxinfer.errors import RequestError
 
 MAX_SEED = 2**32 - 1
 MAX_LOGIT_BIASES = 300
+MAX_LOGIT_BIAS = 1e4
+"""With these limits no setting takes a model's finite logits out of float32's range."""
+MAX_TEMPERATURE = 1e4
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+MAX_N = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,9 +25,9 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of completions for the prompt; >= 1."""
+    """Number of completions for the prompt; in [1, 1024]."""
     temperature: float = 1.0
-    """Logits are divided by this; 0 means greedy (the largest logit, the lowest id on a tie)."""
+    """Logits are divided by this; 0 means greedy (the largest logit, the lowest id on a tie); at most 10000."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
@@ -37,14 +42,15 @@ class SamplingParams:
     """Tokens to generate before an end token, a stop id or a stop string may end the completion; end tokens and stop ids cannot be
     sampled until then, ignore_eos or not."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that stand in the prompt or the output are divided by this where positive, multiplied where negative; > 0,
-    1 is off."""
+    """Logits of tokens that stand in the prompt or the output are divided by this where positive, multiplied where negative; in
+    [0.001, 1000], 1 is off."""
     presence_penalty: float = 0.0
     """Taken from the logit of every token that the output holds; in [-2, 2], 0 is off."""
     frequency_penalty: float = 0.0
     """Taken from a token's logit once for each time that the output holds it; in [-2, 2], 0 is off."""
     logit_bias: Mapping[int, float] | Sequence[str] | None = None
-    """Added to the logits of single tokens: a mapping from token id to a finite number, or a list of texts ID:NUMBER; at most 300."""
+    """Added to the logits of single tokens: a mapping from token id to a number in [-10000, 10000], or a list of texts ID:NUMBER; at
+    most 300."""
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that may be sampled; None allows all."""
     bad_words: Sequence[str] | None = None
@@ -78,7 +84,7 @@ class SamplingParams:
         self._check_tokens()
 
     def _check_lengths(self) -> None:
-        _check(_is_int(self.n) and self.n >= 1, "n", self.n, "an integer >= 1")
+        _check(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"an integer in [1, {MAX_N}]")
         _check(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1), "max_tokens", self.max_tokens,
                "None or an integer >= 1")
         most = "" if self.max_tokens is None else f" and at most max_tokens = {self.max_tokens}"
@@ -89,15 +95,15 @@ class SamplingParams:
             _check(value is None or (_is_int(value) and value >= 0), name, value, "None or an integer >= 0")
 
     def _check_distribution(self) -> None:
-        _check(_is_real(self.temperature) and 0 <= self.temperature < float("inf"), "temperature", self.temperature,
-               "a finite number >= 0 (0 is greedy)")
+        _check(_is_real(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE, "temperature", self.temperature,
+               f"in [0, {MAX_TEMPERATURE:g}]; 0 is greedy")
         _check(_is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "an integer >= 1, or 0 or -1 to keep every token")
         _check(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]; 1 keeps every token")
         _check(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]; 0 keeps every token")
         _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED), "seed", self.seed,
                f"None or an integer in [0, {MAX_SEED}]")
-        _check(_is_real(self.repetition_penalty) and 0 < self.repetition_penalty < float("inf"), "repetition_penalty",
-               self.repetition_penalty, "a finite number > 0; 1 is off")
+        _check(_is_real(self.repetition_penalty) and MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+               "repetition_penalty", self.repetition_penalty, f"in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]; 1 is off")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(_is_real(getattr(self, name)) and -2 <= getattr(self, name) <= 2, name, getattr(self, name), "in [-2, 2]; 0 is off")
 
@@ -113,8 +119,9 @@ class SamplingParams:
                    value, "None or a list of at least one token id >= 0")
             object.__setattr__(self, "allowed_token_ids", tuple(value))
         biases = self.biases
-        _check(all(t >= 0 and abs(bias) < float("inf") for t, bias in biases.items()), "logit_bias", biases,
-               "finite numbers for token ids >= 0")
+        bad = {t: bias for t, bias in biases.items() if t < 0 or not abs(bias) <= MAX_LOGIT_BIAS}
+        _check(not bad, "logit_bias", bad, f"numbers in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}] for token ids >= 0; to bar a token "
+               "use allowed_token_ids or bad_words")
         if len(biases) > MAX_LOGIT_BIASES:
             raise RequestError(f"SamplingParams.logit_bias has {len(biases)} entries: must be at most {MAX_LOGIT_BIASES}. To confine the "
                                "output to a set of tokens use allowed_token_ids, which takes any number.")
@@ -157,8 +164,9 @@ def _read_biases(given: Any) -> dict[int, float] | None:
     _check(not any(isinstance(part, bool) for pair in pairs for part in pair), "logit_bias", given, form)
     try:
         biases = {int(str(token)): float(bias) for token, bias in pairs}
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"SamplingParams.logit_bias = {given!r}: must be {form}.") from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RequestError(f"SamplingParams.logit_bias = {_shown(given)}: must be {form}, of numbers in [-{MAX_LOGIT_BIAS:g}, "
+                           f"{MAX_LOGIT_BIAS:g}].") from error
     _check(len(biases) == len(pairs), "logit_bias", given, form)
     return biases
 
@@ -173,4 +181,13 @@ def _is_real(value: object) -> bool:
 
 def _check(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
-        raise RequestError(f"SamplingParams.{name} = {value!r}: must be {limit}.")
+        raise RequestError(f"SamplingParams.{name} = {_shown(value)}: must be {limit}.")
+
+
+def _shown(value: object) -> str:
+    """The value as a message shows it: cut where it is long; Python writes out no integer of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -18,6 +18,7 @@ from jaxinfer.state import SamplingState, SlotTables
 _WEIGHT_BITS = 30    # every weight exp(logit - max) lies in [0, 1], and 1.0f is 0x3F800000
 _GPU_DIGIT_BITS = 3  # bits of a threshold found in one pass over the row: few passes where a launch costs more than compares
 _CPU_DIGIT_BITS = 1
+_TINY = 1.1754944e-38  # the least normal float32: what lies below may be taken for 0
 
 
 def greedy(logits: jax.Array, *, num_valid_tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -66,7 +67,8 @@ def _adjust_and_draw(logits: jax.Array, sampling: SamplingState, slots: SlotTabl
                      any_adjusts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tokens [B], and whether each row had any to choose from [B]."""
     logits = lax.cond(any_adjusts, lambda: adjust(logits, sampling, slots), lambda: logits)
-    possible = jnp.max(logits, axis=1) > -jnp.inf
+    best = jnp.max(logits, axis=1)
+    possible = (best > -jnp.inf) & (best < jnp.inf)  # NaN is neither
     random = sampling.temperature > 0
     restricted = random & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     least = lax.cond(jnp.any(restricted), lambda: keep_threshold(jnp.exp(_scaled(logits, sampling)), sampling),
@@ -77,15 +79,18 @@ def _adjust_and_draw(logits: jax.Array, sampling: SamplingState, slots: SlotTabl
 
 
 def _scaled(logits: jax.Array, sampling: SamplingState) -> jax.Array:
-    """Logits over temperature, less the row's largest: exp of it is each token's probability over the likeliest one's."""
-    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    return scaled - jnp.max(scaled, axis=1, keepdims=True)
+    """Logits less the row's largest, over temperature: exp of it is each token's probability over the likeliest one's.
+
+    In this order the likeliest stands at exactly 0, whatever the temperature, and its weight is exactly 1.
+    """
+    temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, _TINY), 1.0)[:, None]
+    return (logits - jnp.max(logits, axis=1, keepdims=True)) / temperature
 
 
 def _draw(logits: jax.Array, sampling: SamplingState, least: jax.Array) -> jax.Array:
-    """Tokens [B] by the Gumbel-max rule, among those whose weight has at least the bit pattern `least` [B, 1]."""
+    """Tokens [B] by the Gumbel-max rule, among those whose weight has at least the bit pattern `least` [B, 1]; the likeliest is always one."""
     scaled = _scaled(logits, sampling)
-    keep = lax.bitcast_convert_type(jnp.exp(scaled), jnp.int32) >= least
+    keep = (lax.bitcast_convert_type(jnp.exp(scaled), jnp.int32) >= least) | (scaled == 0)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(_row_keys(sampling))
     return _argmax(jnp.where(keep, scaled + noise, -jnp.inf))
 
@@ -98,7 +103,8 @@ def keep_threshold(weights: jax.Array, sampling: SamplingState) -> jax.Array:
       sampling: per-row settings.
 
     Returns:
-      [B, 1] int32, the bit pattern of the least weight that is kept. Tokens that tie with the last one kept are kept too.
+      [B, 1] int32, the bit pattern of the least weight that is kept. Tokens that tie with the last one kept are kept too, and the
+      likeliest always is.
     """
     bits = lax.bitcast_convert_type(weights, jnp.int32)[:, None]
     kept = weights >= sampling.min_p[:, None]
@@ -106,9 +112,10 @@ def keep_threshold(weights: jax.Array, sampling: SamplingState) -> jax.Array:
     least = _largest_threshold(lambda t: jnp.sum(kept[:, None] & (bits >= t[:, :, None]), axis=2) >= k, weights.shape[0])
     least = jnp.maximum(least, lax.bitcast_convert_type(sampling.min_p, jnp.int32)[:, None])
     mass = jnp.where(bits[:, 0] >= least, weights, 0.0)
-    goal = sampling.top_p[:, None] * jnp.sum(mass, axis=1, keepdims=True)
+    goal = jnp.maximum(sampling.top_p[:, None] * jnp.sum(mass, axis=1, keepdims=True), _TINY)  # 0 would be reached by no token at all
     enough = _largest_threshold(lambda t: jnp.sum(jnp.where(bits >= t[:, :, None], mass[:, None], 0.0), axis=2) >= goal, weights.shape[0])
-    return jnp.where(sampling.top_p[:, None] < 1, jnp.maximum(least, enough), least)
+    least = jnp.where(sampling.top_p[:, None] < 1, jnp.maximum(least, enough), least)
+    return jnp.minimum(least, jnp.max(bits, axis=2))
 
 
 def _largest_threshold(enough: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:

@@ -1,5 +1,7 @@
 """Rules and penalties against a plain numpy oracle that works on token lists, as vLLM states them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +100,7 @@ def test_rows_that_ask_for_nothing_keep_their_bits_whatever_their_slot_held_befo
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_stays_barred_whatever_the_bias_and_nothing_left_is_reported(temperature):
-    rules = [token_rules(SamplingParams(logit_bias={69: 1e30, 4: 1e6}), (), (), vocab_size=V),
+    rules = [token_rules(SamplingParams(logit_bias={69: 1e4, 4: 1e3}), (), (), vocab_size=V),
              token_rules(SamplingParams(allowed_token_ids=[2]), ((2,),), (), vocab_size=V)]
     state = make_state(2, temperature=temperature, mask=[0, 1], has_biases=[1, 0])
     tokens, finite, _ = sample_all(jnp.zeros((2, V)), state, make_slots(2, V, rules), num_valid_tokens=69)
@@ -109,7 +111,7 @@ def test_biases_at_the_edges():
     """The first and last id, a bias that forces a token, one that rules it out, and as many as fit."""
     vocab = 400
     rules = [token_rules(SamplingParams(logit_bias=bias), (), (), vocab_size=vocab) for bias in (
-        {0: 100.0}, {vocab - 1: 100}, {7: -1e9}, {t: -100.0 for t in range(300)})]
+        {0: 100.0}, {vocab - 1: 100}, {7: -1e4}, {t: -100.0 for t in range(300)})]
     logits = jnp.zeros((4, vocab)).at[:, 7].set(9.0)
     tokens, _, _ = sample_all(logits, make_state(4, temperature=1e-6, has_biases=1), make_slots(4, vocab, rules), num_valid_tokens=vocab)
     assert tokens[:2].tolist() == [0, vocab - 1] and int(tokens[2]) != 7 and int(tokens[3]) >= 300
@@ -134,3 +136,15 @@ def test_draws_follow_the_adjusted_distribution():
     counts = np.bincount(np.asarray(tokens), minlength=vocab)
     assert finite.all() and not counts[[0, 6, 7, 8]].any()
     assert (((counts - expected) ** 2)[1:6] / expected[1:6]).sum() < 18.5  # 99.9 % quantile at 4 degrees of freedom
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_adjusted_logits_that_are_not_finite_are_reported(temperature, bad):
+    """However they came about: here by a table that no checked request fills."""
+    rules = [token_rules(SamplingParams(logit_bias={4: 1.0}), (), (), vocab_size=V)] * 2
+    slots = make_slots(2, V, rules)
+    values = jnp.asarray(slots.rules.bias_values).at[1, 0].set(bad)
+    slots = dataclasses.replace(slots, rules=dataclasses.replace(slots.rules, bias_values=values))
+    _, finite, _ = sample_all(jnp.zeros((2, V)), make_state(2, temperature=temperature, has_biases=1), slots, num_valid_tokens=V)
+    assert finite.tolist() == [True, False]

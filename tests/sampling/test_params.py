@@ -4,22 +4,26 @@ import dataclasses
 
 import pytest
 
+from jaxinfer.cli import field_help
 from jaxinfer.errors import RequestError
-from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.params import MAX_LOGIT_BIAS, MAX_N, MAX_TEMPERATURE, SamplingParams
 
 
 @pytest.mark.parametrize(("name", "value", "limit"), [
-    ("n", 0, ">= 1"), ("n", 1.5, ">= 1"), ("temperature", -0.1, ">= 0"), ("temperature", float("nan"), ">= 0"),
-    ("temperature", float("inf"), "finite"), ("top_k", -2, ">= 1"), ("top_k", 1.5, ">= 1"), ("top_p", 0, "(0, 1]"),
+    ("n", 0, "[1, 1024]"), ("n", 1.5, "[1, 1024]"), ("n", 1025, "[1, 1024]"), ("temperature", -0.1, "[0, 10000]"),
+    ("temperature", float("nan"), "[0, 10000]"), ("temperature", float("inf"), "[0, 10000]"), ("temperature", 10**400, "[0, 10000]"),
+    ("top_k", -2, ">= 1"), ("top_k", 1.5, ">= 1"), ("top_p", 0, "(0, 1]"),
     ("top_p", 1.01, "(0, 1]"), ("min_p", -0.1, "[0, 1]"), ("min_p", 2, "[0, 1]"), ("seed", -1, "[0, "), ("seed", 2**32, "[0, "),
     ("max_tokens", 0, ">= 1"), ("max_tokens", True, ">= 1"), ("stop", "", "non-empty"), ("stop", ["a", ""], "non-empty"),
     ("top_k", 2**31, ">= 1"), ("min_tokens", -1, ">= 0"), ("min_tokens", 17, "at most max_tokens = 16"), ("min_tokens", 1.0, "integer"),
-    ("repetition_penalty", 0, "> 0"), ("repetition_penalty", float("inf"), "finite"), ("presence_penalty", 2.1, "[-2, 2]"),
+    ("repetition_penalty", 0, "[0.001, 1000]"), ("repetition_penalty", 1e-38, "[0.001, 1000]"),
+    ("repetition_penalty", 1e38, "[0.001, 1000]"), ("presence_penalty", 2.1, "[-2, 2]"),
     ("frequency_penalty", -2.1, "[-2, 2]"), ("frequency_penalty", float("nan"), "[-2, 2]"), ("logprobs", -1, ">= 0"),
     ("logprobs", True, "integer"), ("prompt_logprobs", 1.5, "integer"), ("allowed_token_ids", [], "at least one"),
     ("allowed_token_ids", [-1], ">= 0"), ("allowed_token_ids", "12", ">= 0"), ("bad_words", [" "], "more than spaces"),
-    ("bad_words", [3], "texts"), ("logit_bias", {-1: 2}, ">= 0"), ("logit_bias", {1: float("nan")}, "finite"),
-    ("logit_bias", {1: float("inf")}, "finite"), ("logit_bias", {"x": 1}, "ID:NUMBER"), ("logit_bias", {1: "x"}, "ID:NUMBER"),
+    ("bad_words", [3], "texts"), ("logit_bias", {-1: 2}, ">= 0"), ("logit_bias", {1: float("nan")}, "[-10000, 10000]"),
+    ("logit_bias", {1: float("inf")}, "[-10000, 10000]"), ("logit_bias", {1: 1e39}, "[-10000, 10000]"),
+    ("logit_bias", {1: 10**400}, "[-10000, 10000]"), ("logit_bias", {"x": 1}, "ID:NUMBER"), ("logit_bias", {1: "x"}, "ID:NUMBER"),
     ("logit_bias", {1: True}, "ID:NUMBER"), ("logit_bias", {1.5: 1}, "ID:NUMBER"), ("logit_bias", ["1"], "ID:NUMBER"),
     ("logit_bias", ["1:2", "1:3"], "each id once"), ("logit_bias", "1:2", "ID:NUMBER"), ("logit_bias", 5, "ID:NUMBER"),
     ("logit_bias", {t: 1 for t in range(301)}, "at most 300"),
@@ -49,3 +53,15 @@ def test_plain_means_that_nothing_but_the_distribution_matters(settings):
     params = dataclasses.replace(SamplingParams(), **settings)
     assert not params.is_plain and params.penalises == ("penalty" in next(iter(settings)))
     assert dataclasses.replace(params) == params
+
+
+def test_the_limits_themselves_are_accepted_and_stated():
+    SamplingParams(n=MAX_N, temperature=MAX_TEMPERATURE, repetition_penalty=1e-3, logit_bias={0: -MAX_LOGIT_BIAS, 1: MAX_LOGIT_BIAS})
+    assert SamplingParams(repetition_penalty=1e3, temperature=1e-50, top_p=1e-50, min_p=1e-50).top_p == 1e-50
+    helps = field_help(SamplingParams)
+    for name, limit in (("n", "[1, 1024]"), ("temperature", "10000"), ("repetition_penalty", "[0.001, 1000]"),
+                        ("logit_bias", "[-10000, 10000]")):
+        assert limit in helps[name]
+    for name, value in (("temperature", 10**5000), ("logit_bias", {1: 10**5000}), ("n", 10**5000)):  # repr() of these is an error
+        with pytest.raises(RequestError, match=f"SamplingParams.{name} = a number of thousands of digits"):
+            SamplingParams(**{name: value})

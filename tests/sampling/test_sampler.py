@@ -94,3 +94,16 @@ def test_seed_index_and_position_each_change_the_stream():
     assert (first == draw(logits, make_state(64, **base), num_valid_tokens=V)[0]).all()
     for change in ({"seed": 4}, {"sample_index": 1}, {"position": np.arange(64) + 64}):
         assert (first != draw(logits, make_state(64, **{**base, **change}), num_valid_tokens=V)[0]).any()
+
+
+@pytest.mark.parametrize("settings", [
+    {"min_p": 1.0}, {"top_p": 1e-50}, {"top_p": 1e-38}, {"top_k": 1}, {"min_p": 1.0, "top_p": 1e-50, "top_k": 1},
+])
+def test_the_strictest_settings_leave_the_likeliest_token(settings):
+    """At any temperature: division must not take its weight off 1, and no goal may underflow."""
+    rows = 200
+    rng = np.random.default_rng(6)
+    logits = jnp.asarray(rng.normal(size=(rows, V)).astype(np.float32) * 7)
+    temperatures = rng.choice([1e-45, 1e-38, 1e-3, 0.3, 0.7, 1.0, 1.7, 3.0, 1e4], rows)
+    tokens, finite = draw(logits, make_state(rows, temperature=temperatures, seed=np.arange(rows), **settings), num_valid_tokens=V)
+    assert finite.all() and tokens.tolist() == np.asarray(logits).argmax(1).tolist()

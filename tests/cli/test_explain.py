@@ -1,0 +1,79 @@
+"""What explain and the engine refuse before anything is loaded, and the report itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import report
+from convert.converter import convert
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.hardware import named_gpu
+from jaxinfer.engine.resolve import ResolvedConfig
+from jaxinfer.errors import CapacityError, ConfigError
+from jaxinfer.explain import explain, plan
+from tests.convert.checkpoints import hf_config, hf_tensors, write_hf
+
+
+def planned(shape: str = "Q", gpu: str = "a100-80gb", **settings: Any) -> ResolvedConfig:
+    return plan(EngineConfig(**{"max_model_len": 4096, **settings}), named_gpu(gpu), shape=shape)
+
+
+def test_report_names_the_block_that_shows_what_was_chosen() -> None:
+    lines = explain(planned()).splitlines()
+    for name, block in (("token_buckets", "Buckets"), ("batch_buckets", "Buckets"), ("attention_implementation", "Kernels")):
+        assert f"  {name:26} see {block}" in lines
+    assert f"  {'token_buckets':26} (64, 128)" in explain(planned(token_buckets=(64, 128), max_num_batched_tokens=256)).splitlines()
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"attention_implementation": "zzz"}, ConfigError, "attention_implementation = 'zzz'.*wgmma, mosaic, xla, reference"),
+    ({"attention_implementation": "wgmma"}, ConfigError, "attention_implementation = 'wgmma'.*cannot do this case"),
+    ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy = 'lifo'.*fcfs"),
+    ({"batch_buckets": (4, 8), "max_num_seqs": 4}, ConfigError, "batch_buckets holds 8, more than max_num_seqs = 4"),
+    ({"token_buckets": (512,), "max_num_batched_tokens": 256, "max_num_seqs": 4}, ConfigError, "token_buckets holds 512"),
+    ({"num_pages": 10**8}, CapacityError, "100000000 pages .* more than the 80.00 GB"),
+    ({"kv_cache_memory_bytes": 79 * 10**9}, CapacityError, "more than the 80.00 GB of NVIDIA A100"),
+    ({"num_pages": 2}, CapacityError, "lower max_model_len to 64, or raise num_pages to at least 65"),
+    ({"kv_cache_memory_bytes": 1}, CapacityError, "max_model_len = 4096 .*: raise kv_cache_memory_bytes to at least [0-9]+\\."),
+    ({"gpu_memory_utilization": 0.01}, CapacityError, ": lower max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization"),
+])
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        planned(**settings)
+
+
+@pytest.mark.parametrize(("name", "value", "form"), [
+    ("seed", "a", "an integer"), ("seed", None, "an integer"), ("gpu_memory_utilization", "0.9", "a number"),
+    ("length_buckets", 64, "a list of integers or None"), ("length_buckets", "64", "a list of integers or None"),
+    ("token_buckets", (1.5,), "a list of integers or None"), ("batch_buckets", (True,), "a list of integers or None"),
+    ("max_num_seqs", True, "an integer or None"), ("max_model_len", 1.0, "an integer or None"), ("max_model_len", 1, ">= 2"),
+    ("page_size", 16.0, "an integer or None"), ("enforce_eager", 1, "True or False"), ("model", None, "a text"),
+    ("scheduling_policy", 3, "a text"), ("tensor_parallel_size", True, "an integer"), ("gpu_memory_utilization", True, "a number"),
+    ("preemption_grace_tokens", 1.5, "an integer"), ("length_bucket_caps", ("1",), "a list of integers or None"),
+])
+def test_settings_of_another_type_are_refused(name: str, value: Any, form: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_settings({name: value})
+    assert str(error.value) == f"{name} = {value!r}: must be {form}." or (form == ">= 2" and form in str(error.value))
+
+
+def test_lists_are_tuples_and_whole_shares_numbers() -> None:
+    config = EngineConfig.from_settings({"token_buckets": [8, 16], "gpu_memory_utilization": 1, "length_buckets": []})
+    assert config.token_buckets == (8, 16) and config.length_buckets == ()
+
+
+def test_a_checkpoint_without_a_tokenizer_is_explained(tmp_path: Path) -> None:
+    config = hf_config(tied=True)
+    folder = convert(write_hf(tmp_path / "hf", config, hf_tensors(config)), tmp_path / "out", progress=False)
+    resolved = plan(EngineConfig(model=str(folder)), named_gpu("h200"))
+    assert resolved.num_valid_tokens == resolved.model.vocab_size
+
+
+def test_benchmark_figures_go_to_the_checkout_or_else_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report.default_folder() == report.RESULTS
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "bench" / "report.py"))
+    monkeypatch.chdir(tmp_path)
+    assert report.write("x", {"a": 1}) == Path("x.json") and json.loads((tmp_path / "x.json").read_text())["a"] == 1
+    assert report.write("x", {}, tmp_path / "new") == tmp_path / "new" / "x.json"
