@@ -32,5 +32,9 @@ class CapacityError(JaxInferError):
     """The model, or its KV cache, does not fit the memory that it was given."""
 
 
+class EngineError(JaxInferError, RuntimeError):
+    """An engine that cannot be used: a step of it failed earlier, or another thread is inside it."""
+
+
 class NonFiniteError(JaxInferError):
     """The model produced NaN or infinite logits."""

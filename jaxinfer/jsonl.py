@@ -181,7 +181,8 @@ class ResultFile:
         Raises:
           JaxInferError: the disk is full, or the file has become unwritable.
         """
-        line = memoryview((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        text = json.dumps(record, ensure_ascii=False) + "\n"
+        line = memoryview(text.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
         try:
             if self.num_lines == 0 and stat.S_ISREG(os.fstat(self._fd).st_mode):
                 os.ftruncate(self._fd, 0)

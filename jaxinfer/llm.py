@@ -1,15 +1,17 @@
 """The offline facade: prompts in, texts out. Composes tokenizer, loader and engine; decides nothing about scheduling."""
 
+import dataclasses
 import itertools
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import ConfigError, JaxInferError, RequestError
+from jaxinfer.errors import ConfigError, EngineError, JaxInferError, RequestError
 from jaxinfer.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput
 from jaxinfer.sampling.params import SamplingParams
 
@@ -20,9 +22,27 @@ if TYPE_CHECKING:
 type Prompt = str | Mapping[str, Any]
 type Messages = Sequence[Mapping[str, Any]]
 
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Group:
+    """One prompt under way: its text, where it has one, and its n requests."""
+
+    text: str | None
+    requests: list[Request]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(r.is_finished for r in self.requests)
+
 
 class LLM:
     """A model ready to generate.
+
+    One thread at a time may use it: one that comes while another is in a step gets an EngineError. Within a thread, streams may stay
+    open beside each other and beside generate. Ctrl-C ends a generate or a stream between two steps; the LLM stays usable. After any
+    other exception inside a step it does not: every later call raises an EngineError that names the cause.
 
     Args:
       model: converted checkpoint, Hugging Face folder or .gguf file; the latter two are converted once, into a cache.
@@ -41,9 +61,12 @@ class LLM:
         _claim_gpu_memory(config)
         # jax is imported only now: the share of GPU memory that it preallocates is read at its import.
         from jaxinfer.engine.load import load
-        from jaxinfer.tokenizer import Tokenizer
+        from jaxinfer.tokenizer import Tokenizer, has_tokenizer
 
-        self._start_engine(load(path, dtype=config.dtype), Tokenizer.from_dir(path), config, start)
+        tokenizer = Tokenizer.from_dir(path) if has_tokenizer(path) else None
+        if tokenizer is None:
+            logger.warning("%s has no tokenizer: prompts must be token ids, and texts stay empty", path)
+        self._start_engine(load(path, dtype=config.dtype), tokenizer, config, start)
 
     @classmethod
     def from_model(cls, model: "LoadedModel", *, tokenizer: "Tokenizer | None" = None, **settings: Any) -> "LLM":
@@ -66,7 +89,6 @@ class LLM:
         self.engine = Engine(model, tokenizer, config)
         self._end_token_ids = frozenset(model.manifest.get("end_token_ids", ())) | (tokenizer.end_token_ids if tokenizer else frozenset())
         self._numbers = itertools.count()
-        self._prompts: dict[str, str | None] = {}
         self._ttft_s: list[float] = []
         self.startup_s = time.perf_counter() - start
 
@@ -88,15 +110,20 @@ class LLM:
 
         Raises:
           RequestError: a prompt that cannot be served (on_error="raise").
+          EngineError: a step failed before, or another thread is using this LLM.
         """
+        from jaxinfer.engine.requests import read_params
+
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error = {on_error!r}: must be 'raise' or 'return'.")
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts of type {type(prompts).__name__}: give a string, a mapping with 'prompt', 'prompt_token_ids' or "
+                               "'messages', or a list of these.")
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = self._params_for(listed, params)
-        groups: list[list[Request] | RequestOutput] = []
-        for prompt, p in zip(listed, each, strict=True):
+        groups: list[_Group | RequestOutput] = []
+        for prompt, p in zip(listed, read_params(params, len(listed)), strict=True):
             try:
-                groups.append(self._requests(prompt, p))
+                groups.append(self._group(prompt, p))
             except RequestError as error:
                 if on_error == "raise":
                     raise
@@ -106,6 +133,9 @@ class LLM:
     def chat(self, messages: Messages | Sequence[Messages], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
              use_tqdm: bool = False, on_error: str = "raise") -> list[RequestOutput]:
         """Answers conversations (lists of {"role", "content"}; one or a list of them) through the model's chat template."""
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise RequestError(f"messages of type {type(messages).__name__}: give a list of {{'role': ..., 'content': ...}}, or a list of "
+                               "such lists.")
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         return self.generate([{"messages": m} for m in conversations], params, use_tqdm=use_tqdm, on_error=on_error)
@@ -115,19 +145,23 @@ class LLM:
 
         Closing the iterator early withdraws the request.
         """
+        from jaxinfer.engine.requests import read_params
+
         if not isinstance(prompt, str | Mapping):
             prompt = {"messages": prompt}
-        requests = self._requests(prompt, params or SamplingParams())
+        group = self._group(prompt, read_params(params, 1)[0])
+        has_ended = False
         try:
-            self._add(requests)
-            while not all(r.is_finished for r in requests):
-                progressed = self.engine.step()
-                if any(r in requests for r in progressed):
-                    yield self._output(requests)
+            self._add(group)
+            while not group.is_finished:
+                progressed = self._step()
+                if any(r in group.requests for r in progressed):
+                    has_ended = group.is_finished
+                    yield self._output(group)
+            if not has_ended:  # another caller's steps brought it to its end
+                yield self._output(group)
         finally:
-            for request in requests:
-                self.engine.abort(request.request_id)
-            self._finish(requests)
+            self._finish(group)
 
     def metrics(self) -> dict[str, Any]:
         """Figures since start or reset_metrics(): latencies in ms, rates a second, memory in bytes."""
@@ -148,15 +182,8 @@ class LLM:
         self.engine.metrics.reset()
         self._ttft_s.clear()
 
-    def _params_for(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one for all, or one a prompt.")
-        return list(params)
-
-    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """The n requests of one prompt, checked but not yet queued."""
+    def _group(self, prompt: Prompt, params: SamplingParams) -> _Group:
+        """One prompt's requests, checked but not yet queued."""
         from jaxinfer.engine.engine import check_prompt
         from jaxinfer.engine.requests import make_requests
 
@@ -166,21 +193,19 @@ class LLM:
         seed = params.seed if params.seed is not None else (self.config.seed * 1_000_003 + number) % 2**32
         requests = make_requests(f"{number}", token_ids, params, seed=seed, end_token_ids=self._end_token_ids,
                                  resolved=self.engine.resolved, tokenizer=self.tokenizer)
-        self._prompts.update({r.request_id: text for r in requests})
-        return requests
+        return _Group(text=text, requests=requests)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         """(text, token ids) of a prompt in any of its forms."""
+        from jaxinfer.engine.requests import read_token_ids
+
         if isinstance(prompt, Mapping):
             keys = set(prompt) & {"prompt", "prompt_token_ids", "messages"}
             if len(keys) != 1:
-                raise RequestError(f"a prompt mapping with keys {sorted(prompt)}: it needs exactly one of 'prompt', 'prompt_token_ids' or "
-                                   "'messages'.")
+                raise RequestError(f"a prompt mapping with keys {sorted(map(str, prompt))}: it needs exactly one of 'prompt', "
+                                   "'prompt_token_ids' or 'messages'.")
             if "prompt_token_ids" in prompt:
-                ids = tuple(prompt["prompt_token_ids"])
-                if not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
-                    raise RequestError("prompt_token_ids: every entry must be an integer.")
-                return None, ids
+                return None, read_token_ids(prompt["prompt_token_ids"])
         elif not isinstance(prompt, str):
             raise RequestError(f"a prompt of type {type(prompt).__name__}: it must be a string or a mapping with 'prompt', "
                                "'prompt_token_ids' or 'messages'.")
@@ -193,55 +218,70 @@ class LLM:
             raise RequestError(f"a prompt of type {type(text).__name__}: it must be a string.")
         return text, tuple(self.tokenizer.encode(text))
 
-    def _add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
+    def _add(self, group: _Group) -> None:
+        for request in group.requests:
             request.arrival_time = time.monotonic()
             self.engine.add(request)
 
-    def _run(self, groups: list[list[Request] | RequestOutput], *, use_tqdm: bool, on_error: str,
+    def _step(self) -> list[Request]:
+        """A step for a caller whose requests have not all ended."""
+        if not self.engine.has_work:
+            raise EngineError("internal error: requests are open and the engine has no work for them. Make a new LLM (LLM.from_model shares "
+                              "the weights), and please report this.")
+        return self.engine.step()
+
+    def _run(self, groups: list[_Group | RequestOutput], *, use_tqdm: bool, on_error: str,
              on_output: Callable[[int, RequestOutput], None]) -> list[RequestOutput]:
         """Queues the groups, steps until all are done and gathers their outputs in order."""
         results: dict[int, RequestOutput] = {i: g for i, g in enumerate(groups) if isinstance(g, RequestOutput)}
         live: dict[str, int] = {}
-        open_groups = {i: g for i, g in enumerate(groups) if not isinstance(g, RequestOutput)}
+        open_groups = {i: g for i, g in enumerate(groups) if isinstance(g, _Group)}
         try:
             for i, group in list(open_groups.items()):
                 try:
                     self._add(group)
-                    live.update({r.request_id: i for r in group})
+                    live.update({r.request_id: i for r in group.requests})
                 except RequestError as error:
                     if on_error == "raise":
                         raise
-                    results[i] = _failed({"prompt_token_ids": group[0].prompt_token_ids}, error)
-                    del open_groups[i]
+                    results[i] = _failed({"prompt_token_ids": group.requests[0].prompt_token_ids}, error)
+                    self._finish(open_groups.pop(i))
             for i, failed in results.items():
                 on_output(i, failed)
             with _progress_bar(len(open_groups), use_tqdm) as bar:
-                while open_groups:
-                    for request in self.engine.step():
-                        index = live.get(request.request_id)  # None: another caller's, such as a stream left open
-                        if index in open_groups and all(r.is_finished for r in open_groups[index]):
-                            group = open_groups.pop(index)
-                            results[index] = self._output(group)
-                            self._finish(group)
-                            on_output(index, results[index])
-                            bar.update(1)
+                for index in self._steps_to_ends(open_groups, live):
+                    results[index] = self._output(open_groups[index])
+                    self._finish(open_groups.pop(index))
+                    on_output(index, results[index])
+                    bar.update(1)
         finally:
             for group in open_groups.values():
-                for request in group:
-                    self.engine.abort(request.request_id)
                 self._finish(group)
         return [results[i] for i in range(len(groups))]
 
-    def _finish(self, requests: Sequence[Request]) -> None:
-        for request in requests:
+    def _steps_to_ends(self, open_groups: Mapping[int, _Group], live: Mapping[str, int]) -> Iterator[int]:
+        """Steps until the taker has taken all groups out; gives the index of each as it ends, also where others' steps ended it."""
+        seen = -1
+        while open_groups:
+            ended = [i for i, group in open_groups.items() if group.is_finished] if seen != self.engine.num_step_calls else []
+            if not ended and not self.engine.has_work:
+                ended = [i for i, group in open_groups.items() if group.is_finished]  # withdrawn from outside
+            seen = self.engine.num_step_calls
+            if not ended:
+                touched = dict.fromkeys(live.get(r.request_id) for r in self._step())  # None: another caller's, such as an open stream
+                seen += 1
+                ended = [i for i in touched if i is not None and i in open_groups and open_groups[i].is_finished]
+            yield from ended
+
+    def _finish(self, group: _Group) -> None:
+        """Forgets a group, withdrawing what still runs of it."""
+        for request in group.requests:
             if request.first_token_time is not None:
                 self._ttft_s.append(request.first_token_time - request.arrival_time)
-            self.engine.outputs.end(request)
-            self._prompts.pop(request.request_id, None)
+            self.engine.end(request)
 
-    def _output(self, requests: Sequence[Request]) -> RequestOutput:
-        first = requests[0]
+    def _output(self, group: _Group) -> RequestOutput:
+        requests, first = group.requests, group.requests[0]
         completions = []
         for request in requests:
             text, stop_reason = self.engine.outputs.text(request)
@@ -252,7 +292,7 @@ class LLM:
         failed = any(r.finish_reason is FinishReason.ERROR for r in requests)
         barred = "; or what the request bars left no token to sample" if first.params.has_rules else ""
         return RequestOutput(
-            request_id=first.request_id, prompt=self._prompts.get(first.request_id), prompt_token_ids=first.prompt_token_ids,
+            request_id=first.request_id, prompt=group.text, prompt_token_ids=first.prompt_token_ids,
             outputs=tuple(completions), num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=self.engine.outputs.prompt_logprobs(first),
             error=(f"the model produced non-finite logits: float16 overflows in some models, try dtype='bfloat16'{barred}" if failed
@@ -267,7 +307,8 @@ def _since(request: Request, moment: float | None) -> float | None:
 
 def _failed(prompt: Any, error: JaxInferError) -> RequestOutput:
     text = prompt if isinstance(prompt, str) else None
-    ids = tuple(prompt["prompt_token_ids"]) if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt else ()
+    given = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    ids = tuple(given) if isinstance(given, Iterable) else ()
     return RequestOutput(request_id="", prompt=text, prompt_token_ids=ids, outputs=(), num_cached_tokens=0, error=str(error),
                          metrics=RequestMetrics(ttft_s=None, latency_s=None, num_preemptions=0))
 

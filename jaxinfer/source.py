@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from pathlib import Path
 
 from jaxinfer.errors import CheckpointError
@@ -21,15 +22,24 @@ def converted_checkpoint(model: str, *, dtype: str, cache: Path | None = None) -
       cache: where conversions are kept, keyed by the source's path, files, sizes and times.
 
     Raises:
-      CheckpointError: there is no such file, folder or model, the hub cannot be reached, or it is none of these kinds.
+      CheckpointError: there is no such file, folder or model, the hub cannot be reached, it is none of these kinds, or it or the
+        cache cannot be accessed.
     """
-    path = Path(model).expanduser()
+    try:
+        return _find(model, dtype, cache)
+    except OSError as e:
+        raise CheckpointError(f"model = {_shown(model)}: {_shown(str(e.filename or model))} cannot be accessed ({e.strerror or e}). "
+                              "Check the path and its permissions.") from e
+
+
+def _find(model: str, dtype: str, cache: Path | None) -> Path:
+    path = _expanded(Path(model))
     if not model or not path.exists():
         from convert import hub
 
         if not hub.is_model_id(model):
-            raise CheckpointError(f"model = {model!r}: no such file or folder. Give a converted checkpoint, a Hugging Face folder, a .gguf "
-                                  "file or an id of the Hugging Face hub (org/name).")
+            raise CheckpointError(f"model = {_shown(model)}: no such file or folder. Give a converted checkpoint, a Hugging Face folder, a "
+                                  ".gguf file or an id of the Hugging Face hub (org/name).")
         return _converted(hub.download(model), model.replace("/", "--").replace("@", "--"), dtype, cache, source=model)
     if (path / "manifest.json").is_file():
         return path
@@ -44,12 +54,37 @@ def _converted(path: Path, name: str, dtype: str, cache: Path | None, *, source:
     """The conversion of a local source in the cache, made now where it is not there."""
     from convert.converter import convert
 
-    target = (cache or CACHE).expanduser() / f"{name}-{_digest(path, dtype)}"
+    target = _expanded(cache or CACHE) / f"{name}-{_digest(path, dtype)}"
     if not (target / "manifest.json").is_file():
         logger.info("converting %s into %s (once; later runs start from there)", source, target)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_writable(target.parent)
         convert(source, target, dtype=dtype)
     return target
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as e:
+        raise CheckpointError(f"{_shown(str(path))}: the home folder that ~ stands for is not known. Write the path in full, or set "
+                              "HOME.") from e
+
+
+def _make_writable(cache: Path) -> None:
+    problem: str | None = None
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        problem = e.strerror
+    if problem is None and not os.access(cache, os.W_OK | os.X_OK):
+        problem = "no permission to write"
+    if problem is not None:
+        raise CheckpointError(f"the folder of converted checkpoints, {str(cache)!r}, cannot be written ({problem}). Make it writable, or "
+                              "convert with python -m convert --model=... --output=... and give that folder as the model.")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 200 else text[:200] + "...")
 
 
 def _digest(path: Path, dtype: str) -> str:

@@ -10,19 +10,25 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from jaxinfer import tiktoken_tokenizer
 from jaxinfer.detokenizer import ByteTable, IncrementalDetokenizer
 from jaxinfer.errors import RequestError, TokenizerError
 
-__all__ = ["IncrementalDetokenizer", "Message", "Tokenizer"]
+__all__ = ["IncrementalDetokenizer", "Message", "Tokenizer", "has_tokenizer"]
 
 Message = Mapping[str, Any]
 """One turn of a conversation: {"role": "system" | "user" | "assistant", "content": text}, and what the template reads beside."""
 
 _PROBE = "jaxinferprobe"
+_VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), (tiktoken_tokenizer.FILE_NAME,))
+"""Files that hold a vocabulary; without one of these sets a folder has no tokenizer, whatever else it says about one."""
 _END_TOKEN_FILES = (("config.json", "eos_token_id"), ("generation_config.json", "eos_token_id"), ("manifest.json", "end_token_ids"))
+
+_NEEDED = ("The folder needs tokenizer.json and tokenizer_config.json; python -m convert writes both. Qwen v1's needs "
+           f"{tiktoken_tokenizer.FILE_NAME}.")
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +58,11 @@ class Backend(Protocol):
     def render_chat(self, turns: Sequence[Message], add_generation_prompt: bool) -> str: ...
 
     def encode_chat(self, turns: Sequence[Message], add_generation_prompt: bool) -> list[int]: ...
+
+
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a vocabulary. A checkpoint without one takes token ids only."""
+    return any(all((Path(path) / name).is_file() for name in names) for names in _VOCABULARIES)
 
 
 class Tokenizer:
@@ -85,6 +96,8 @@ class Tokenizer:
         folder = Path(path)
         if not folder.is_dir():
             raise TokenizerError(f"no tokenizer at {str(folder)!r}: there is no such folder.")
+        if not has_tokenizer(folder):  # transformers would make an empty one up from config.json
+            raise TokenizerError(f"no usable tokenizer in {str(folder)!r}: it has none of {_names_of_vocabularies()}. {_NEEDED}")
         name = f"the tokenizer in {str(folder)!r}"
         if (folder / tiktoken_tokenizer.FILE_NAME).is_file() and not (folder / "tokenizer.json").is_file():
             own = tiktoken_tokenizer.TiktokenBackend.from_dir(folder, chat_format=_chat_format(folder), chat_template=_chat_template(folder))
@@ -95,12 +108,8 @@ class Tokenizer:
             from transformers import AutoTokenizer
         finally:
             transformers_log.disabled = was_disabled
-        try:
+        with _LibraryErrors(folder):
             backend = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError) as e:
-            raise TokenizerError(
-                f"no usable tokenizer in {str(folder)!r}: {_one_line(e)}. The folder needs tokenizer.json and tokenizer_config.json; "
-                "python -m convert writes both. Qwen v1's needs qwen.tiktoken.") from e
         return cls(backend, end_token_ids=_config_end_token_ids(folder), name=name)
 
     @property
@@ -119,7 +128,11 @@ class Tokenizer:
         return self._backend.has_chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; '' gives what the tokenizer puts round every text, often nothing."""
+        """Token ids of a text; '' gives what the tokenizer puts round every text, often nothing.
+
+        Raises:
+          RequestError: half a character (a lone surrogate) in the text, where the library takes none.
+        """
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -155,6 +168,8 @@ class Tokenizer:
             return render([dict(m) for m in messages])
         except jinja2.TemplateSyntaxError as e:
             raise TokenizerError(f"{self.name} has a chat template with an error: {_one_line(e)}. Replace chat_template.jinja.") from e
+        except RequestError:
+            raise
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as e:
             raise RequestError(f"the chat template refused the messages: {_one_line(e)}. Roles given: "
                                f"{', '.join(m['role'] for m in messages)}.") from e
@@ -215,6 +230,7 @@ class _FastBackend:
         return frozenset(step["type"] for step in spec.get("decoders", [spec]))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        _check_text(text)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -228,6 +244,34 @@ class _FastBackend:
 
     def encode_chat(self, turns: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         return self.encode(self.render_chat(turns, add_generation_prompt), add_special_tokens=False)
+
+
+class _LibraryErrors:
+    """Turns what the libraries raise over a damaged folder into a TokenizerError; `tokenizers` raises a plain Exception, or panics."""
+
+    _KINDS = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RecursionError)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and (isinstance(error, self._KINDS) or type(error) is Exception or type(error).__name__ == "PanicException"):
+            raise TokenizerError(f"no usable tokenizer in {str(self._folder)!r}: {_one_line(error)}. {_NEEDED}") from error
+
+
+def _names_of_vocabularies() -> str:
+    return ", ".join(" with ".join(names) for names in _VOCABULARIES)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(f"the text has half a character, {text[e.start]!r}, at position {e.start} of {len(text)}, which is no text: "
+                           "remove it, or decode the text's source with errors='replace'.") from None
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import hardware
 from jaxinfer.engine.compiled import CompiledSteps
+from jaxinfer.engine.guard import Guard
 from jaxinfer.engine.load import LoadedModel
 from jaxinfer.engine.logprobs import HostLogprobs
 from jaxinfer.engine.metrics import EngineMetrics, decode_read_bytes
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs requests to their end, a step at a time. Not thread-safe."""
+    """Runs requests to their end, a step at a time. One thread at a time: a second one is refused with EngineError."""
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         self.model = model
@@ -46,6 +47,10 @@ class Engine:
             long_prefill_share=config.long_prefill_share, preemption_grace_tokens=config.preemption_grace_tokens,
             prefix_cache=HashedPrefixCache(self.pages, namespace=self._cache_namespace) if config.enable_prefix_caching else NullPrefixCache())
         self.outputs = OutputProcessor(tokenizer)
+        self._guard = Guard()
+        self._ended: collections.deque[Request] = collections.deque()
+        self.num_step_calls = 0
+        """Calls of step(), whoever made them."""
         self.metrics = EngineMetrics(
             decode_read_bytes=decode_read_bytes(model.params, model.config),
             kv_token_bytes=self.resolved.memory.page_bytes // self.resolved.page_size,
@@ -62,25 +67,49 @@ class Engine:
 
         Raises:
           RequestError: it is empty, holds an id outside the vocabulary, or can never fit.
+          EngineError: an earlier step failed, or another thread is inside the engine.
         """
-        check_prompt(request.prompt_token_ids, self.resolved)
-        self.scheduler.add(request)
-        self.outputs.start(request)
+        with self._guard.using(RequestError):
+            check_prompt(request.prompt_token_ids, self.resolved)
+            self.scheduler.add(request)
+            self.outputs.start(request)
 
     def _cache_namespace(self, request: Request) -> Hashable:
         """What two requests must have alike, beside tokens, to share pages: their salt, and what rotary makes of the prompt's length."""
         return request.cache_salt, prompt_class(self.model.config.rope, len(request.prompt_token_ids))
 
-    def abort(self, request_id: str) -> bool:
-        """Withdraws a request, wherever it stands; False where it is not known."""
-        return self.scheduler.abort(request_id)
+    def end(self, request: Request) -> None:
+        """Forgets a request, and withdraws it where it still runs. Never refused: during a step it takes effect right after it."""
+        self._ended.append(request)
+        with self._guard.if_free() as free:
+            if free:
+                self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            request = self._ended.popleft()
+            if not self._guard.is_broken:
+                self.scheduler.abort(request.request_id)
+            self.outputs.end(request)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def step(self) -> list[Request]:
-        """Dispatches the next step, then takes in the oldest one whose turn it is. Returns the requests that got a token."""
+        """Dispatches the next step, then takes in the oldest one whose turn it is. Returns the requests that got a token.
+
+        Raises:
+          EngineError: an earlier step failed, or another thread is inside the engine.
+        """
+        with self._guard.using():
+            self.num_step_calls += 1
+            self._forget_ended()
+            progressed = self._step()
+            self._forget_ended()
+            return progressed
+
+    def _step(self) -> list[Request]:
         start = time.perf_counter()
         plan = self.scheduler.next()
         if plan is not None:

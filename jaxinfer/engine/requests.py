@@ -1,6 +1,8 @@
 """From an encoded prompt and its sampling parameters to checked requests. Queues nothing. No jax."""
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.errors import RequestError
@@ -8,6 +10,45 @@ from jaxinfer.request import Request
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.rules import bad_word_ids, check_rules
 from jaxinfer.tokenizer import Tokenizer
+
+
+def read_token_ids(given: Any) -> tuple[int, ...]:
+    """Token ids from any iterable of integers, numpy's among them.
+
+    Raises:
+      RequestError: it is none.
+    """
+    try:
+        ids = tuple(given)
+    except TypeError:
+        raise RequestError(f"prompt_token_ids is a {type(given).__name__}: must be a list of integers.") from None
+    try:
+        if any(isinstance(t, bool) for t in ids):
+            raise TypeError
+        read = tuple(map(operator.index, ids))
+    except TypeError:
+        raise RequestError("prompt_token_ids: every entry must be an integer.") from None
+    longest = max((t.bit_length() for t in read), default=0)
+    if longest > 63:  # too long to be written into a message, perhaps
+        raise RequestError(f"prompt_token_ids holds an integer of {longest} bits: no vocabulary has that many tokens.")
+    return read
+
+
+def read_params(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """One SamplingParams a prompt, from None, one for all, or a list.
+
+    Raises:
+      RequestError: something else, or a list of another length.
+    """
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * num_prompts
+    for p in [given] if not isinstance(given, Sequence) or isinstance(given, str) else given:
+        if not isinstance(p, SamplingParams):
+            fields = "(**fields)" if isinstance(p, dict) else ""
+            raise RequestError(f"sampling parameters of type {type(p).__name__}: give SamplingParams{fields}, one for all or a list.")
+    if len(given) != num_prompts:
+        raise RequestError(f"{len(given)} sampling parameters for {num_prompts} prompts: give one for all, or one a prompt.")
+    return list(given)
 
 
 def make_requests(request_id: str, token_ids: tuple[int, ...], params: SamplingParams, *, seed: int, end_token_ids: frozenset[int],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.errors import RequestError, TokenizerError
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer import Tokenizer, has_tokenizer
 from tests.tokenizer import tiny
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "日本語? <|im_end|>"},
@@ -83,6 +83,32 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_dir(tmp_path)
 
 
+def test_a_config_alone_is_no_tokenizer(tmp_path: Path) -> None:
+    """transformers would make one of a single token up from it."""
+    write(tmp_path, "config.json", {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+    (tmp_path / "vocab.json").write_text("{}")
+    assert not has_tokenizer(tmp_path) and not has_tokenizer(tmp_path / "absent")
+    with pytest.raises(TokenizerError, match=r"it has none of tokenizer\.json, tokenizer\.model, vocab\.json with merges\.txt, qwen"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"version": "1.0"}', '{"model": {"type": "nonsense"}, "version": "1.0"}', "[]", '"x"', "{}",
+                                     '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}'])
+def test_damaged_tokenizer(tmp_path: Path, content: str) -> None:
+    (tiny.save(tmp_path) / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match="no usable tokenizer in"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
+def test_half_a_character_is_refused(tokenizer: Tokenizer, text: str) -> None:
+    with pytest.raises(RequestError, match="half a character"):
+        tokenizer.encode(text)
+    with pytest.raises(RequestError, match="half a character"):
+        tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+
 def test_truncated_tokenizer(tmp_path: Path) -> None:
     file = tiny.save(tmp_path) / "tokenizer.json"
     file.write_text(file.read_text()[:1000])
@@ -94,6 +120,7 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run code"))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
     write(tmp_path, "config.json", {"model_type": "mine"})
+    (tmp_path / "tokenizer.json").write_text("{}")
     write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}})
     with pytest.raises(TokenizerError, match="no usable tokenizer"):
         Tokenizer.from_dir(tmp_path)
