@@ -2,7 +2,7 @@
 
   python -m bench.offline --model=DIR [--dtypes=float32,bfloat16] [--batch_sizes=1,8] [--hf_python=PYTHON_WITH_TORCH --hf_model=FOLDER_OR_GGUF]
   python -m bench.offline --shape=Q --batch_sizes=1,8,32 --prompt_len=512 --max_tokens=256 --profile
-Every figure is the median of --repeats runs and stands beside the device's bandwidth. JSON goes to bench/results.
+Every figure is the median of --repeats runs and stands beside the device's bandwidth. JSON goes to --output_dir.
 """
 
 import json
@@ -40,6 +40,7 @@ _ATTENTION = flags.DEFINE_string("attention_implementation", "auto", "Engine set
 _HF_PYTHON = flags.DEFINE_string("hf_python", None, "Interpreter with torch and transformers: runs the peer beside, on the same prompts' size.")
 _HF_MODEL = flags.DEFINE_string("hf_model", None, "What the peer loads: Hugging Face folder or .gguf file; default: --model.")
 _NAME = flags.DEFINE_string("name", None, "Name of the JSON file; default: from model and device.")
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.")
 
 
 def make_engine(dtype: str, max_num_seqs: int) -> "LLM":
@@ -91,9 +92,10 @@ def profile_decode(llm: "LLM", batch: int, steps: int = 8) -> dict[str, Any]:
     import jaxinfer
 
     params = jaxinfer.SamplingParams(temperature=0, max_tokens=steps + 24, ignore_eos=True)
-    requests = [llm._requests(p, params)[0] for p in random_prompts(llm, [_PROMPT_LEN.value] * batch, seed=99)]
-    llm._add(requests)
-    while any(len(r.output_token_ids) < 4 for r in requests):
+    groups = [llm._group(p, params) for p in random_prompts(llm, [_PROMPT_LEN.value] * batch, seed=99)]
+    for group in groups:
+        llm._add(group)
+    while any(len(r.output_token_ids) < 4 for group in groups for r in group.requests):
         llm.engine.step()
 
     def work() -> None:
@@ -103,7 +105,8 @@ def profile_decode(llm: "LLM", batch: int, steps: int = 8) -> dict[str, Any]:
     figures = profiling.profile(work)
     while llm.engine.has_work:
         llm.engine.step()
-    llm._finish(requests)
+    for group in groups:
+        llm._finish(group)
     if figures:
         figures["busy_ms_per_step"] = figures["busy_ms"] / steps
         figures["kernels_per_step"] = figures["num_kernels"] / steps
@@ -178,6 +181,7 @@ def run_dtype(dtype: str) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     if (_MODEL.value is None) == (_SHAPE.value is None):
         raise app.UsageError("give exactly one of --model and --shape.")
+    folder = None if _OUTPUT_DIR.value is None else cli.expanded("output_dir", _OUTPUT_DIR.value)
     figures: dict[str, Any] = {"model": _MODEL.value and Path(_MODEL.value).name, "shape": _SHAPE.value, "prompt_len": _PROMPT_LEN.value,
                                "max_tokens": _MAX_TOKENS.value, "repeats": _REPEATS.value}
     figures["runs"] = [run_dtype(dtype) for dtype in _DTYPES.value]
@@ -186,7 +190,7 @@ def main(argv: list[str]) -> None:
         print(report.table(figures["peer"]))
     device = report.environment()["device"].split(" (")[0].replace(" ", "-").lower()
     subject = _SHAPE.value or Path(str(_MODEL.value)).name
-    path = report.write(_NAME.value or f"offline-{subject}-{device}", figures)
+    path = report.write(_NAME.value or f"offline-{subject}-{device}", figures, folder)
     print(f"written to {path}")
 
 

@@ -11,6 +11,11 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
+def default_folder() -> Path:
+    """bench/results in a checkout; the current folder where this is installed, since nobody looks into site-packages."""
+    return RESULTS if (Path(__file__).parents[1] / "pyproject.toml").is_file() else Path(".")
+
+
 def environment() -> dict[str, Any]:
     """Device, versions, date and commit of this run."""
     import jax
@@ -47,8 +52,8 @@ def commit() -> str:
 
 
 def write(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
-    """Writes bench/results/<name>.json (or into `folder`) and returns its path."""
-    folder = folder or RESULTS
+    """Writes <name>.json into `folder`, default_folder() where None is given, and returns its path."""
+    folder = folder or default_folder()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")

@@ -39,12 +39,17 @@ def _run(values: flags.FlagValues) -> None:
     for name in ("model", "output"):
         if not given[name]:
             raise app.UsageError(f"--{name} is needed")
+        cli.expanded(name, given[name])
     os.environ["JAX_PLATFORMS"] = "cpu"  # conversion is the host's work; a GPU is left alone
     signal.signal(signal.SIGTERM, _terminate)
     from convert.converter import convert  # seconds of imports, which Ctrl-C may end too
 
-    convert(given["model"], given["output"], dtype=given["dtype"], overwrite=given["overwrite"], progress=given["progress"],
-            resume=given["resume"], verify_logits=given["verify"])
+    try:
+        convert(given["model"], given["output"], dtype=given["dtype"], overwrite=given["overwrite"], progress=given["progress"],
+                resume=given["resume"], verify_logits=given["verify"])
+    except SystemExit:
+        print("terminated", file=sys.stderr)
+        raise
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -16,6 +17,7 @@ from convert.families import FAMILIES, TIED
 from convert.gguf_reader import GGUFSource
 from convert.hashing import FileHasher
 from convert.hf_reader import HFSource
+from convert.interruption import Interruption
 from convert.mapping import Plan, check_tied_copies, fill, make_plan
 from convert.progress import MemoryMeter, Progress
 from convert.source import DTYPES, Source
@@ -63,34 +65,47 @@ def convert(source: str | Path, output: str | Path, *, dtype: str = "auto", over
       The output folder.
 
     Raises:
-      ConfigError: an unknown dtype, or an output that is or holds the source.
+      ConfigError: an unknown dtype, an output that is or holds the source, or an unknown home folder.
       CapacityError: the machine's memory does not hold the model for `verify_logits`.
       CheckpointError: the source is incomplete, damaged or not what its config says, or the output cannot be written.
       UnsupportedModelError: an architecture, a config attribute, a tensor type or a file format that is not implemented.
       TokenizerError: a GGUF file's tokenizer cannot be built.
     """
-    output_path = Path(os.path.abspath(Path(output).expanduser()))
+    output_path = Path(os.path.abspath(expanded(output)))
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype is {dtype!r}, must be one of auto, {', '.join(DTYPES)}")
-    if (local := Path(source).expanduser()).exists() and local.resolve().is_relative_to(output_path.resolve()):
+    if (local := expanded(source)).exists() and local.resolve().is_relative_to(output_path.resolve()):
         raise ConfigError(f"the output {output_path} is or holds the source {local}: choose another --output")
     check_output(output_path, overwrite=overwrite)
     source_path, name = _locate(source)
     start = time.monotonic()
-    with MemoryMeter() as meter:
+    with MemoryMeter() as meter, Interruption() as interruption:
         job = _prepare(open_source(source_path), name, dtype)
         if verify_logits:
             verify.check_possible(job.source, num_params=sum(map(math.prod, job.plan.shapes.values())), dtype=job.dtype)
-        num_bytes = _write(job, output_path, overwrite=overwrite, progress=progress, resume=resume, verify_logits=verify_logits)
+        num_bytes = _write(job, output_path, overwrite=overwrite, progress=progress, resume=resume, verify_logits=verify_logits,
+                           interruption=interruption)
     seconds = time.monotonic() - start
     logger.info("%s: %s, %d tensors, %.0f MB as %s in %.1f s (%.0f MB/s), peak anonymous memory %s", output_path, job.model.architecture,
                 len(job.plan.entries), num_bytes / 1e6, job.dtype, seconds, num_bytes / 1e6 / seconds, meter)
     return output_path
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with ~ and ~user replaced.
+
+    Raises:
+      ConfigError: a home folder that is not known.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: the home folder that ~ stands for is not known: write the path in full") from error
+
+
 def _locate(source: str | Path) -> tuple[Path, str]:
     """(local path, name to record) of what the user named; downloads what is not on this machine."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.exists():
         return path, path.resolve().name
     if hub.is_model_id(str(source)):
@@ -149,7 +164,8 @@ def _check_sizes(source: Source) -> None:
                                   f"{len(source.tensors)} tensors with {num_elements} elements: fetch the missing files again")
 
 
-def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool, resume: bool, verify_logits: bool) -> int:
+def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool, resume: bool, verify_logits: bool,
+           interruption: Interruption) -> int:
     """Writes the checkpoint; returns the parameters' bytes."""
     dtype = DTYPES[job.dtype]
     sizes = {entry.target: dtype.itemsize * math.prod(job.plan.shapes[entry.target]) for entry in job.plan.entries}
@@ -166,6 +182,7 @@ def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool, resume: 
             writer.write_json("generation_config.json", job.source.generation_config)
         bar = Progress(len(sizes), num_bytes, enabled=progress)
         for entry in job.plan.entries:
+            interruption.check()
             if entry.target in done:
                 bar.advance(sizes[entry.target])
                 continue
@@ -176,16 +193,24 @@ def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool, resume: 
             bar.advance(sizes[entry.target])
             del buffer
         bar.close()
+        files = hasher.result()
+        interruption.check()
         writer.commit({
             "jaxinfer_version": jaxinfer.__version__,
-            "source": {"kind": job.source.kind, "name": job.name, "files": hasher.result()},
+            "source": {"kind": job.source.kind, "name": job.name, "files": files},
             "architecture": job.model.architecture,
             "dtype": job.dtype,
             "quantization": None,
             "end_token_ids": sorted(end_token_ids | _declared_end_ids(job.source)),
             "verification": None,
-        }, (lambda folder: verify.compare(job.source, folder)) if verify_logits else None)
+        }, (lambda folder: _verify(job, folder, interruption)) if verify_logits else None)
     return num_bytes
+
+
+def _verify(job: _Job, folder: Path, interruption: Interruption) -> dict[str, Any]:
+    result = verify.compare(job.source, folder)
+    interruption.check()
+    return result
 
 
 def _fingerprint(job: _Job) -> str:

@@ -207,6 +207,7 @@ def _run(values: flags.FlagValues) -> None:
     for name in ("model", "output"):
         if not given[name]:
             raise app.UsageError(f"--{name} is needed")
+        cli.expanded(name, given[name])
     os.environ["JAX_PLATFORMS"] = "cpu"  # the host's work; a GPU is left alone
     export(given["model"], given["output"], max_shard_bytes=given["max_shard_bytes"], progress=given["progress"])
 

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -108,11 +107,20 @@ def _read_converted(path: Path) -> Facts:
     tensors = {name: (tuple(spec["shape"]), spec["dtype"]) for name, spec in manifest["tensors"].items()}
     source = manifest["source"]
     notes = [f"converted from {source.get('kind')} {source.get('name')!r} by jaxinfer {manifest['jaxinfer_version']}",
-             f"verification: {json.dumps(manifest['verification'])}"]
+             _verification(manifest["verification"])]
     facts = _tokenizer_facts(path, config, generation)
     return Facts(path=path, kind="converted checkpoint", config=config, generation_config=generation, tensors=tensors,
                  num_bytes=sum(entry["bytes"] for entry in manifest["params_files"].values()), notes=tuple(notes),
                  **{**facts, "end_token_ids": {**facts["end_token_ids"], MANIFEST: manifest["end_token_ids"]}})
+
+
+def _verification(result: Mapping[str, Any] | None) -> str:
+    """The manifest's record of --verify, in words."""
+    if result is None:
+        return "not verified: converting with --verify compares the logits with the source's"
+    return (f"{'verified' if result.get('passed') else 'FAILED verification'} against the source over {result.get('tokens')} tokens: "
+            f"largest difference of a logit {result.get('max_abs_diff')}, likeliest tokens "
+            f"{'equal' if result.get('argmax_equal') else 'not all equal'}")
 
 
 def _tokenizer_facts(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -262,7 +270,7 @@ def _run(values: flags.FlagValues) -> None:
     if not model:
         raise app.UsageError("--model is needed")
     os.environ["JAX_PLATFORMS"] = "cpu"  # reading headers needs no GPU
-    path = Path(model).expanduser()
+    path = cli.expanded("model", model)
     print(inspect(hub.download(model) if not path.exists() and hub.is_model_id(model) else path))
 
 

@@ -10,7 +10,7 @@ from jaxinfer.errors import RequestError
 from jaxinfer.request import RequestOutput
 from jaxinfer.sampling.params import SamplingParams
 
-HELP = "Commands: /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+HELP = "Commands: /reset forgets the conversation, /exit or Ctrl-D ends, /help shows this, Ctrl-C stops an answer."
 
 
 class Streams(Protocol):
@@ -94,6 +94,8 @@ class Conversation:
         if line == "/reset":
             self.messages = list(self._opening)
             print("(conversation forgotten)", file=sys.stderr)
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
         elif line.startswith("/") and line[1:].isalpha():
             print(f"unknown command {line!r}. {HELP}", file=sys.stderr)
         elif line:

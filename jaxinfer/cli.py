@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the work failed (one line says why), 2 the command line is
 
 import ast
 import dataclasses
+import errno
 import inspect
 import logging
 import os
@@ -14,6 +15,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags
@@ -124,9 +126,25 @@ def engine_config(flag_values: flags.FlagValues = flags.FLAGS) -> EngineConfig:
       absl.app.UsageError: a value out of range, or two that contradict each other.
     """
     try:
-        return EngineConfig(**field_values(flag_values, EngineConfig, rename=ENGINE_NAMES))
+        config = EngineConfig(**field_values(flag_values, EngineConfig, rename=ENGINE_NAMES))
     except ConfigError as e:
         raise app.UsageError(str(e)) from e
+    for name in ("model", "compilation_cache_dir"):
+        expanded(name, getattr(config, name) or "")
+    return config
+
+
+def expanded(name: str, text: str) -> Path:
+    """The path that a flag gives, with ~ and ~user replaced.
+
+    Raises:
+      absl.app.UsageError: a home folder that is not known.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as e:
+        raise app.UsageError(f"--{name}={text}: the home folder that {text.split('/')[0]} stands for is not known. Write the path in "
+                             "full.") from e
 
 
 def define_sampling_flags(flag_values: flags.FlagValues = flags.FLAGS, *, defaults: Mapping[str, Any] | None = None) -> None:
@@ -177,15 +195,17 @@ def usage(flag_values: flags.FlagValues, description: str) -> str:
         lines.append("Command:" if group in own else f"{group}:")
         for flag in members:
             name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
-            form = "" if flag.boolean else " (" + ", ".join([*_form(flag), *_default(flag)]) + ")"
+            form = [*_form(flag), *_default(flag)]
             text = flag.help.partition(";\n")[0].partition(">: ")[2] or flag.help.partition(";\n")[0]  # without what absl adds
-            text += form
+            text += f" ({', '.join(form)})" if form else ""
             lines += [f"  {name}", *textwrap.wrap(text, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6)]
         lines.append("")
     return "\n".join(lines)
 
 
 def _form(flag: flags.Flag[Any]) -> list[str]:
+    if flag.boolean:
+        return []
     if isinstance(flag, flags.MultiFlag):
         return ["may be repeated"]
     if isinstance(flag, flags.EnumFlag):
@@ -194,7 +214,13 @@ def _form(flag: flags.Flag[Any]) -> list[str]:
 
 
 def _default(flag: flags.Flag[Any]) -> list[str]:
-    return [] if flag.default in (None, "", [], ()) else [f"default {flag.default}"]
+    """The default as it would be written on the command line."""
+    if flag.boolean:
+        return [] if flag.default is None else [f"default {'on' if flag.default else 'off'}"]
+    if flag.default in (None, "", [], ()):
+        return []
+    many = isinstance(flag.default, list | tuple)
+    return [f"default {','.join(map(str, flag.default)) if many else flag.default}"]
 
 
 def run(main: Callable[[list[str]], int | None], flag_values: flags.FlagValues = flags.FLAGS, argv: Sequence[str] | None = None,
@@ -214,10 +240,13 @@ def run(main: Callable[[list[str]], int | None], flag_values: flags.FlagValues =
     try:
         parse(flag_values, sys.argv[1:] if argv is None else argv)
         if flag_values["help"].value:
-            print(usage(flag_values, description or inspect.getdoc(sys.modules[main.__module__]) or ""))
+            print(usage(flag_values, description or inspect.getdoc(sys.modules[main.__module__]) or ""), flush=True)
             return 0
         start_logging(str(flag_values["log_level"].value))
-        return main(sys.argv[:1]) or 0
+        code = main(sys.argv[:1]) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where what goes wrong is reported
+        return code
     except (flags.Error, app.UsageError) as e:
         print(f"error: {e}\nUse --help to see all flags.", file=sys.stderr)
         return 2
@@ -228,9 +257,23 @@ def run(main: Callable[[list[str]], int | None], flag_values: flags.FlagValues =
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has left. Point standard output elsewhere, or the interpreter complains when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # its reader has left
         return 1
+    except OSError as e:
+        if e.filename is not None or e.errno not in _WRITE_ERRORS:
+            raise
+        _discard_output()
+        print(f"error: standard output cannot be written: {e.strerror}.", file=sys.stderr)
+        return 1
+
+
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What writing to an open file meets. What opens files by name, or writes results into one, reports by itself."""
+
+
+def _discard_output() -> None:
+    """Points standard output elsewhere, or the interpreter complains when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def start_logging(level: str) -> None:

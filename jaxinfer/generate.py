@@ -24,7 +24,7 @@ from absl import app, flags
 
 from jaxinfer import cli
 from jaxinfer.chat import Conversation, print_stream
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import CPU_MAX_NUM_SEQS, EngineConfig
 from jaxinfer.errors import RequestError
 from jaxinfer.jsonl import BadLine, Entry, ResultFile, failure, read_prompts, result
 from jaxinfer.request import RequestOutput
@@ -106,8 +106,8 @@ def settings(values: flags.FlagValues) -> Settings:
     """
     s = Settings(
         engine=cli.engine_config(values), params=cli.sampling_params(values), prompts=tuple(values["prompt"].value or ()),
-        prompts_file=_path(values["prompts_file"].value), chat=bool(values["chat"].value), system=values["system"].value,
-        stream=values["stream"].value, output=_path(values["output"].value))
+        prompts_file=_path(values, "prompts_file"), chat=bool(values["chat"].value), system=values["system"].value,
+        stream=values["stream"].value, output=_path(values, "output"))
     one = len(s.prompts) == 1 and s.prompts_file is None
     problems = (
         (not s.engine.model, "--model is missing: give a converted checkpoint, a Hugging Face folder or a .gguf file."),
@@ -125,8 +125,9 @@ def settings(values: flags.FlagValues) -> Settings:
     return dataclasses.replace(s, stream=show_live if s.stream is None else s.stream)
 
 
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text).expanduser()
+def _path(values: flags.FlagValues, name: str) -> Path | None:
+    text = values[name].value
+    return None if text is None else cli.expanded(name, text)
 
 
 def _make_llm(**engine: Any) -> Generator:
@@ -140,23 +141,39 @@ def generate(s: Settings, make_llm: Callable[..., Generator]) -> int:
     items = _items(s)
     bad = [item for item in items if isinstance(item, BadLine)]
     for line in bad:
-        print(f"error: {s.prompts_file}, line {line.line}: {line.message}", file=sys.stderr)
+        _report(s, f"line {line.line}", line.message)
     if len(items) == len(bad) and not s.is_conversation:
         print(f"error: {s.prompts_file} holds no prompt that can be used.", file=sys.stderr)
         return 1
     with ExitStack() as stack:
         file = stack.enter_context(_result_file(s)) if s.output is not None else None
         logger.info("loading %s", s.engine.model)
-        llm = make_llm(**{f.name: getattr(s.engine, f.name) for f in dataclasses.fields(s.engine)})
+        engine = dataclasses.replace(s.engine, max_num_seqs=_max_num_seqs(s, items))
+        llm = make_llm(**{f.name: getattr(engine, f.name) for f in dataclasses.fields(engine)})
         failed = 0
         if s.is_conversation:
             Conversation(llm, s.params, s.system).run()
         else:
-            failed = _stream(llm, items, file) if s.stream else _batch(llm, items, file)
+            failed = _stream(llm, items, file, s) if s.stream else _batch(llm, items, file, s)
         if file is not None:
-            print(f"{len(items) - len(bad) - failed} results in {s.output}", file=sys.stderr)
+            num_errors = failed + len(bad)
+            errors = f" and {num_errors} error{'s' * (num_errors != 1)}" if num_errors else ""
+            print(f"{len(items) - num_errors} result{'s' * (len(items) - num_errors != 1)}{errors} in {s.output}", file=sys.stderr)
         print(figures(llm.metrics()), file=sys.stderr)
     return 1 if failed or bad else 0
+
+
+def _max_num_seqs(s: Settings, items: Sequence[Entry | BadLine]) -> int | None:
+    """The setting; where there is none, on a CPU, no more than can run together here: each size less is executables less to compile."""
+    if s.engine.max_num_seqs is not None or s.engine.batch_buckets is not None or not _is_on_cpu():
+        return s.engine.max_num_seqs
+    together = 1 if s.is_conversation or s.stream else sum(item.params.n for item in items if isinstance(item, Entry))
+    return min(1 << (together - 1).bit_length(), CPU_MAX_NUM_SEQS)
+
+
+def _is_on_cpu() -> bool:
+    """Whether jax will run on the CPU, as far as can be told before it is loaded."""
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/dev/nvidiactl").exists()
 
 
 def _items(s: Settings) -> list[Entry | BadLine]:
@@ -195,7 +212,7 @@ def _result_file(s: Settings) -> ResultFile:
         raise app.UsageError(f"--output={s.output} cannot be written: {e.strerror}. Its folder must exist and be writable.") from e
 
 
-def _batch(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile | None) -> int:
+def _batch(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile | None, s: Settings) -> int:
     """Generates all prompts together; returns how many failed. A result goes out once it and those before it are done."""
     entries = [item for item in items if isinstance(item, Entry)]
     logger.info("generating for %d prompts", len(entries))
@@ -211,7 +228,7 @@ def _batch(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile | 
             if isinstance(item, BadLine):
                 _write(file, failure(item, item.message))
                 continue
-            _deliver(item, done.pop(num_out), file, heading=len(entries) > 1)
+            _deliver(item, done.pop(num_out), file, s, heading=len(entries) > 1)
             num_out += 1
 
     outputs = llm.generate([e.prompt for e in entries], [e.params for e in entries], use_tqdm=len(entries) > 1 and sys.stderr.isatty(),
@@ -219,15 +236,15 @@ def _batch(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile | 
     return sum(output.error is not None for output in outputs)
 
 
-def _deliver(entry: Entry, output: RequestOutput, file: ResultFile | None, *, heading: bool) -> None:
+def _deliver(entry: Entry, output: RequestOutput, file: ResultFile | None, s: Settings, *, heading: bool) -> None:
     if output.error is not None:
-        _report(entry, output.error)
+        _report(s, entry.name, output.error)
     elif file is None:
         _show(entry, output, heading=heading)
     _write(file, result(entry, output))
 
 
-def _stream(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile | None) -> int:
+def _stream(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile | None, s: Settings) -> int:
     """Generates one prompt after another, showing the text as it comes; returns how many failed."""
     failed = 0
     for item in items:
@@ -242,7 +259,7 @@ def _stream(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile |
         except RequestError as e:
             output, stopped, error = None, False, str(e)
         if error is not None:
-            _report(item, error)
+            _report(s, item.name, error)
             failed += 1
         _write(file, failure(item, str(error)) if output is None else result(item, output))
         if stopped:
@@ -255,8 +272,9 @@ def _write(file: ResultFile | None, record: Mapping[str, Any]) -> None:
         file.write(record)
 
 
-def _report(entry: Entry, error: str) -> None:
-    print(f"error: {entry.name}: {error}", file=sys.stderr)
+def _report(s: Settings, name: str, error: str) -> None:
+    """One line for a prompt that gave no text: where it stands, and why."""
+    print(f"error: {name if s.prompts_file is None else f'{s.prompts_file}, {name}'}: {error}", file=sys.stderr)
 
 
 def _heading(entry: Entry) -> str:

@@ -71,11 +71,12 @@ def test_prompts_are_batched_and_named(run: Any) -> None:
 
 def test_every_field_has_its_flag(run: Any) -> None:
     ran = run("--prompt=x", "--dtype=float32", "--block_size=32", "--num_pages=100", "--noenable_prefix_caching", "--token_buckets=16,64",
-              "--engine_seed=3", "--gpu_memory_utilization=0.5", "--n=2", "--temperature=0.5", "--top_k=-1", "--top_p=0.9", "--min_p=0.1",
+              "--engine_seed=3", "--max_num_seqs=4", "--gpu_memory_utilization=0.5",
+              "--n=2", "--temperature=0.5", "--top_k=-1", "--top_p=0.9", "--min_p=0.1",
               "--seed=4", "--max_tokens=none", "--stop=a,b", "--stop=c", "--stop_token_ids=5,6", "--ignore_eos", "--noskip_special_tokens")
     assert ran.code == 0, ran.err
     engine = EngineConfig(model="m", dtype="float32", page_size=32, num_pages=100, enable_prefix_caching=False, token_buckets=(16, 64),
-                          seed=3, gpu_memory_utilization=0.5)
+                          seed=3, max_num_seqs=4, gpu_memory_utilization=0.5)
     assert EngineConfig(**ran.llm.settings) == engine
     assert ran.calls[0][1] == SamplingParams(n=2, temperature=0.5, top_k=0, top_p=0.9, min_p=0.1, seed=4, max_tokens=None,
                                              stop=["a,b", "c"], stop_token_ids=[5, 6], ignore_eos=True, skip_special_tokens=False)
@@ -121,7 +122,8 @@ def test_prompts_file(run: Any, tmp_path: Path) -> None:
         "outputs": [{"index": 0, "text": "A", "token_ids": [1, 2], "finish_reason": "stop", "stop_reason": None}]}
     assert "not JSON" in records[1]["error"] and "top_p = 7" in records[5]["error"]
     assert records[3] == {"line": 5, "prompt": "too long", "error": "prompt is too long"}
-    for line in ("line 2: not JSON", "line 7: SamplingParams.top_p = 7", "line 5: prompt is too long", f"3 results in {target}"):
+    for line in (f"error: {source}, line 2: not JSON", f"error: {source}, line 7: SamplingParams.top_p = 7",
+                 f"error: {source}, line 5: prompt is too long", f"3 results and 3 errors in {target}"):
         assert line in ran.err
 
 
@@ -177,6 +179,10 @@ USAGE = [
     (["--prompt"], "Missing value for flag --prompt"),
     (["--prompt=a", "--output=absent/out.jsonl"], "Its folder must exist"),
     (["--prompt=a", "--model="], "--model is missing"),
+    (["--prompt=a", "--model=~nosuchuser/x"], "--model=~nosuchuser/x: the home folder that ~nosuchuser stands for is not known"),
+    (["--prompt=a", "--output=~nosuchuser/x"], "--output=~nosuchuser/x: the home folder"),
+    (["--prompts_file=~nosuchuser/x"], "--prompts_file=~nosuchuser/x: the home folder"),
+    (["--prompt=a", "--compilation_cache_dir=~nosuchuser"], "--compilation_cache_dir=~nosuchuser: the home folder"),
 ]
 
 
@@ -199,6 +205,31 @@ def test_full_disk_is_named(run: Any) -> None:
         pytest.skip("no /dev/full here")
     ran = run("--prompt=a", "--output=/dev/full")
     assert (ran.code, "No space left on device. The 0 lines before are whole." in ran.err) == (1, True)
+
+
+def test_full_standard_output_is_named() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    code = ("import sys\nfrom jaxinfer import generate\nfrom tests.cli.fake import FakeLLM\n"
+            "sys.exit(generate.main(sys.argv[1:], make_llm=FakeLLM))")
+    for args in (["--model=m", "--prompt=x"], ["--model=m", "--prompt=x", "--stream"], ["--help"]):
+        with open("/dev/full", "w") as full:
+            ran = subprocess.run([sys.executable, "-c", code, *args], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+                                 cwd=Path(__file__).parents[2])
+        assert (ran.returncode, "Traceback" in ran.stderr, "Exception" in ran.stderr) == (1, False, False), ran.stderr
+        assert "error: standard output cannot be written: No space left on device." in ran.stderr
+
+
+@pytest.mark.parametrize("args, num_seqs", [
+    (["--prompt=a"], 1), (["--prompt=a", "--n=3"], 4), (["--prompt=a", "--prompt=b", "--prompt=c"], 4), (["--prompt=a"] * 30, 8),
+    (["--prompt=a", "--prompt=b", "--stream"], 1), (["--chat"], 1), (["--prompt=a", "--max_num_seqs=5"], 5),
+    (["--prompt=a", "--batch_buckets=2"], None),
+])
+def test_on_a_cpu_the_engine_is_no_wider_than_the_prompts(run: Any, monkeypatch: pytest.MonkeyPatch, args: list[str],
+                                                          num_seqs: int | None) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run(*args).llm.settings["max_num_seqs"] == num_seqs
 
 
 def test_stream_refuses_a_line_with_several_completions(run: Any, tmp_path: Path) -> None:
@@ -224,6 +255,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("--prompts_file", "--[no]chat", "--temperature", "--stop_token_ids", "--page_size", "--engine_seed", "--log_level"):
         assert f"  {name}\n" in out
     assert "Tokens in one KV-cache page: 16, 32, 64 or 128." in out and "Logits are divided by this; 0 means greedy" in out
+    assert "(default on)" in out and "(default off)" in out and "default 64,128,256" in out
     assert "block_size" not in out and max(map(len, out.splitlines())) <= 140
 
 
@@ -233,13 +265,13 @@ def converse(run: Any, monkeypatch: pytest.MonkeyPatch, *lines: str, **kwargs: A
 
 
 def test_conversation_keeps_its_history(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = converse(run, monkeypatch, "one", "", "/what", "too long", "two", "/reset", "three", "/exit", "never read")
+    ran = converse(run, monkeypatch, "one", "", "/what", "/help", "too long", "two", "/reset", "three", "/exit", "never read")
     assert (ran.code, ran.out) == (0, "ONE\nTWO\nTHREE\n")
     system, asked = {"role": "system", "content": "s"}, {"role": "user", "content": "one"}
     answered = {"role": "assistant", "content": "ONE"}
     assert [c[0] for c in ran.calls if c[0][-1]["content"] != "too long"] == [
         [system, asked], [system, asked, answered, {"role": "user", "content": "two"}], [system, {"role": "user", "content": "three"}]]
-    for message in ("unknown command '/what'", "prompt is too long\n(this turn was dropped", "(conversation forgotten)"):
+    for message in ("unknown command '/what'", "\nCommands: /reset", "prompt is too long\n(this turn was dropped", "(conversation forgotten)"):
         assert message in ran.err
     assert ran.err.endswith(CLOSING)
 

@@ -1,5 +1,6 @@
 """Whole conversions: every parameter bitwise, what the folder holds, and that nothing is left when something goes wrong."""
 
+import gc
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert import converter, writer
+from convert import converter, verify, writer
 from convert.converter import convert
 from jaxinfer.checkpoint import read_manifest, restore_params
 from jaxinfer.errors import CheckpointError, ConfigError
@@ -262,6 +263,8 @@ def test_command_line(tmp_path: Path) -> None:
         (["--help"], 0, "python -m convert --model=FOLDER"),
         (["--modle=x"], 2, "Unknown command line flag 'modle'"),
         ([f"--model={source}"], 2, "--output is needed"),
+        ([f"--model={source}", "--output=~nosuchuser/x"], 2, "--output=~nosuchuser/x: the home folder"),
+        (["--model=~nosuchuser/x", f"--output={tmp_path / 'o'}"], 2, "--model=~nosuchuser/x: the home folder"),
         ([f"--model={source}", f"--output={tmp_path / 'o'}", "stray"], 2, "unexpected argument 'stray'"),
         ([f"--model={source}", f"--output={tmp_path / 'o'}", "--dtype=int4"], 2, "should be one of"),
     ):
@@ -287,7 +290,8 @@ def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path) -> None:
 def test_signals_leave_nothing(tmp_path: Path, signal_number: int) -> None:
     config = hf_config(tied=True)
     source = write_hf(tmp_path / "hf", config, hf_tensors(config))
-    slow = ("import sys, time, convert.__main__ as m, convert.converter as c\n"
+    slow = ("import signal, sys, time, convert.__main__ as m, convert.converter as c\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits SIGINT ignored\n"
             "real = c.fill\n"
             "def fill(*a):\n    time.sleep(0.2); real(*a)\n"
             "c.fill = fill\nsys.exit(m.main())")
@@ -298,7 +302,49 @@ def test_signals_leave_nothing(tmp_path: Path, signal_number: int) -> None:
         time.sleep(0.02)
     process.send_signal(signal_number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode in (130, 143) and "Traceback" not in stderr, stderr
+    code, line = (130, "interrupted") if signal_number == signal.SIGINT else (143, "terminated")
+    assert (process.returncode, stderr.splitlines()[-1:]) == (code, [line]) and "Traceback" not in stderr, stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("at", ["fill", "verify"])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_inside_a_callback_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                signal_number: int, at: str) -> None:
+    """Whatever a handler raises in a callback of the garbage collector is dropped by Python; jax has such a callback."""
+    config = hf_config(tied=True)
+    source = write_hf(tmp_path / "hf", config, hf_tensors(config))
+    sent = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        if not sent:
+            sent.append(phase)
+            signal.raise_signal(signal_number)
+
+    def collect(*args: Any) -> Any:
+        gc.callbacks.append(callback)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(callback)
+        return real(*args)
+
+    def terminate(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    where, name = (converter, "fill") if at == "fill" else (verify, "compare")
+    real = getattr(where, name)
+    monkeypatch.setattr(where, name, collect)
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler), signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
+    hook = sys.unraisablehook
+    try:
+        with pytest.raises(KeyboardInterrupt if signal_number == signal.SIGINT else SystemExit):
+            convert(source, tmp_path / "out", progress=False, verify_logits=True)
+        assert signal.getsignal(signal.SIGTERM) is terminate and sys.unraisablehook is hook
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert sent and "ignored" not in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

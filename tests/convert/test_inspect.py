@@ -32,7 +32,12 @@ def test_every_kind(tmp_path: Path) -> None:
     folder = convert(tmp_path / "m.gguf", tmp_path / "out", progress=False)
     found = fields(inspect(folder))
     assert found["kind"] == "converted checkpoint" and found["tensors"] == "bfloat16 14 (100.0%)" and found["chat template"] == "yes"
-    assert "manifest.json [261]" in found["end tokens"] and found["note"] == "verification: null"
+    assert "manifest.json [261]" in found["end tokens"] and found["note"].startswith("not verified: ")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["verification"] = {"max_abs_diff": 1.5e-6, "argmax_equal": True, "tokens": 48, "passed": True}
+    edit(folder, "manifest.json", manifest)
+    assert fields(inspect(folder))["note"] == ("verified against the source over 48 tokens: largest difference of a logit 1.5e-06, likeliest "
+                                               "tokens equal")
     found = fields(inspect(BIN_TINY))
     assert found["kind"] == "Hugging Face folder, 2 torch .bin (pickle) files" and found["context"] == "64"
     found = fields(inspect(FIXTURES / "qwen1_tiny"))
