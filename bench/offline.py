@@ -144,7 +144,8 @@ def throughput_row(llm: "LLM", num_requests: int) -> dict[str, Any]:
 
 def peer_rows() -> list[dict[str, Any]]:
     """Rows of the transformers peer, run as a child process with this run's sizes."""
-    command = [str(_HF_PYTHON.value), str(Path(__file__).parent / "hf_peer.py"), f"--model={_HF_MODEL.value or _MODEL.value}",
+    # -P: this folder's own modules must not stand in for that interpreter's packages.
+    command = [str(_HF_PYTHON.value), "-P", str(Path(__file__).parent / "hf_peer.py"), f"--model={_HF_MODEL.value or _MODEL.value}",
                f"--dtypes={','.join(_DTYPES.value)}", f"--batch_sizes={','.join(_BATCH_SIZES.value)}", f"--prompt_len={_PROMPT_LEN.value}",
                f"--max_tokens={_MAX_TOKENS.value}", f"--repeats={_REPEATS.value}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
