@@ -26,7 +26,7 @@ class EngineConfig:
     """All settings of an engine. None means: chosen by engine/resolve.py from the model and the hardware."""
 
     model: str = setting("", "Converted checkpoint folder, Hugging Face folder or .gguf file.")
-    dtype: str = setting("auto", "Weights and activations: auto (the checkpoint's), bfloat16, float16 or float32.")
+    dtype: str = setting("auto", "Weights and activations: auto (the checkpoint's, but bfloat16 for float16), bfloat16, float16 or float32.")
     max_model_len: int | None = setting(None, "Prompt plus output tokens of one sequence at most; default: what the model was trained for.")
     seed: int = setting(0, "Seed for requests that bring none.")
     enforce_eager: bool = setting(False, "Run steps without jit, for debugging.")

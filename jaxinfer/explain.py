@@ -19,7 +19,7 @@ from jaxinfer import cli
 from jaxinfer.checkpoint import read_manifest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import GPUS, Hardware, attached, named_gpu
-from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, resolve
+from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, resolve, running_dtype
 from jaxinfer.errors import ConfigError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
@@ -45,8 +45,7 @@ def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None) 
     else:
         path = converted_checkpoint(config.model, dtype=config.dtype)
         model, dtype, valid = _read(path)
-    if config.dtype != "auto":
-        dtype = config.dtype
+    dtype = running_dtype(config.dtype, dtype)
     weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in abstract_params(model, dtype).values())
     return resolve(config, model, hardware, checkpoint_dtype=dtype, num_valid_tokens=valid, weight_bytes=weights)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.checkpoint import read_manifest
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, EngineError, JaxInferError, RequestError
 from jaxinfer.request import CompletionOutput, FinishReason, Request, RequestMetrics, RequestOutput
@@ -61,12 +62,17 @@ class LLM:
         _claim_gpu_memory(config)
         # jax is imported only now: the share of GPU memory that it preallocates is read at its import.
         from jaxinfer.engine.load import load
+        from jaxinfer.engine.resolve import running_dtype
         from jaxinfer.tokenizer import Tokenizer, has_tokenizer
 
         tokenizer = Tokenizer.from_dir(path) if has_tokenizer(path) else None
         if tokenizer is None:
             logger.warning("%s has no tokenizer: prompts must be token ids, and texts stay empty", path)
-        self._start_engine(load(path, dtype=config.dtype), tokenizer, config, start)
+        stored = read_manifest(path)["dtype"]
+        dtype = running_dtype(config.dtype, stored)
+        if config.dtype == "auto" and dtype != stored:
+            logger.info("running in %s what is stored in %s; dtype=%r would keep it", dtype, stored, stored)
+        self._start_engine(load(path, dtype=dtype), tokenizer, config, start)
 
     @classmethod
     def from_model(cls, model: "LoadedModel", *, tokenizer: "Tokenizer | None" = None, **settings: Any) -> "LLM":
@@ -289,16 +295,24 @@ class LLM:
             completions.append(CompletionOutput(
                 index=request.sample_index, text=text, token_ids=tuple(request.output_token_ids), finish_reason=request.finish_reason,
                 stop_reason=stop_reason, logprobs=logprobs, cumulative_logprob=cumulative_logprob))
-        failed = any(r.finish_reason is FinishReason.ERROR for r in requests)
-        barred = "; or what the request bars left no token to sample" if first.params.has_rules else ""
+        failed = next((r for r in requests if r.finish_reason is FinishReason.ERROR), None)
         return RequestOutput(
             request_id=first.request_id, prompt=group.text, prompt_token_ids=first.prompt_token_ids,
             outputs=tuple(completions), num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=self.engine.outputs.prompt_logprobs(first),
-            error=(f"the model produced non-finite logits: float16 overflows in some models, try dtype='bfloat16'{barred}" if failed
-                   else None),
+            error=None if failed is None else self._why_failed(failed),
             metrics=RequestMetrics(ttft_s=_since(first, first.first_token_time), latency_s=_since(first, first.finish_time),
                                    num_preemptions=sum(r.num_preemptions for r in requests)))
+
+    def _why_failed(self, request: Request) -> str:
+        """The message for a request that ended with ERROR: the layer where its numbers first went wrong, where they did."""
+        from jaxinfer.engine.load import first_non_finite
+
+        where = first_non_finite(self.engine.model, request.token_ids(0, request.num_tokens))
+        if where is None and request.params.has_rules:
+            return "what the request bars left no token to sample: loosen allowed_token_ids, bad_words, min_tokens or logit_bias"
+        place = f", first in its {where}" if where else ""
+        return f"the model produced non-finite logits{place}: float16 overflows in some models, try dtype='bfloat16'"
 
 
 def _since(request: Request, moment: float | None) -> float | None:

@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"models", "layers", "scheduler", "sampling", "sampling.params", "state", "sharding", "checkpoint", "tokenizer", "request",
                "config", "errors"},
     "source": {"errors"},
-    "llm": {"engine", "source", "tokenizer", "request", "sampling.params", "config", "errors"},
+    "llm": {"engine", "source", "tokenizer", "request", "sampling.params", "checkpoint", "config", "errors"},
     "generate": {"llm", "chat", "jsonl", "cli", "request", "sampling.params", "config", "errors"},
     "explain": {"engine", "models", "source", "checkpoint", "tokenizer", "state", "cli", "config", "errors"},
 }

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,20 @@ def teacher_forced_logits(graphdef: nnx.GraphDef[Decoder], params: Mapping[str, 
     context = DenseContext(lengths=lengths, prompt_lens=prompt_lens)
     hidden, _ = model(jnp.asarray(tokens, jnp.int32).reshape(-1), positions, context)
     return model.logits(hidden).reshape(b, t, -1)
+
+
+def first_non_finite(model: LoadedModel, token_ids: Sequence[int]) -> str | None:
+    """Where a sequence first meets NaN or infinity: 'embedding', 'layer 7', 'final norm' or 'lm_head'; None where it meets none.
+
+    For the message of an error: runs the dense path operation by operation, over at most the first 2048 tokens.
+    """
+    tokens = jnp.asarray(list(token_ids[:2048]), jnp.int32)
+    length = jnp.asarray([tokens.shape[0]], jnp.int32)
+    module, context = bind(model.graphdef, model.params), DenseContext(lengths=length, prompt_lens=length)
+    for name, hidden, _ in module.stages(tokens, jnp.arange(tokens.shape[0], dtype=jnp.int32), context):
+        if not jnp.isfinite(hidden).all():
+            return name
+    return None if jnp.isfinite(module.logits(hidden[-1:])).all() else "lm_head"
 
 
 def load(path: str | Path, *, dtype: str = "auto") -> LoadedModel:

@@ -175,6 +175,13 @@ def _too_few_pages(engine: EngineConfig, memory: MemoryPlan, num_pages: int, max
             f"{pages_per_seq} pages ({need / 1e9:.2f} GB): {', or '.join(remedies)}.")
 
 
+def running_dtype(setting: str, stored: str) -> str:
+    """The dtype that weights run in. auto is the stored one, but bfloat16 for float16: activations of many models overflow float16."""
+    if setting != "auto":
+        return setting
+    return "bfloat16" if stored == "float16" else stored
+
+
 def np_dtype(name: str) -> np.dtype:
     """numpy's dtype of a name such as bfloat16."""
     import ml_dtypes  # registers bfloat16 with numpy

@@ -1,5 +1,7 @@
 """The pre-norm decoder that the families share. Only wiring: parameters live in the layers, arithmetic in their functions."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -53,13 +55,20 @@ class Decoder(nnx.Module):
         Returns:
           (hidden [T, D] after the final norm, the context with the new keys and values).
         """
+        *_, (_, hidden, updated) = self.stages(token_ids, positions, context)
+        return hidden, updated
+
+    def stages[C: AttentionContext](self, token_ids: jax.Array, positions: jax.Array, context: C) -> Iterator[tuple[str, jax.Array, C]]:
+        """(name, hidden [T, D], context) after the embedding, after each layer and after the final norm; arguments as for a call."""
         x = self.embedding(token_ids)
+        yield "embedding", x, context
         angles = rotary_angles(self.config.rope, positions, context.token_prompt_lens(token_ids.shape[0]),
                                head_dim=self.config.head_dim, logn_len=self.config.logn_len)
         for layer in self.layers:
             with jax.named_scope(f"layer_{layer.index}"):
                 x, context = layer(x, angles, context)
-        return self.final_norm(x), context
+            yield f"layer {layer.index}", x, context
+        yield "final norm", self.final_norm(x), context
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> float32 [R, V], padded vocabulary rows included."""

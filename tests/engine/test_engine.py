@@ -26,6 +26,7 @@ def test_random_traffic_ends_returns_its_pages_and_compiles_nothing(make_llm):
         temperature=float(rng.choice([0, 0.5, 1.5])), top_k=int(rng.choice([0, 1, 40, 500])), top_p=float(rng.choice([1.0, 0.9, 0.3])),
         min_p=float(rng.choice([0, 0.1])), seed=int(rng.integers(1 << 32)) if rng.random() < 0.5 else None, n=int(rng.choice([1, 1, 1, 2])),
         max_tokens=int(rng.integers(1, 24)), ignore_eos=True) for _ in range(200)]
+    before = llm.metrics()["num_compiles_after_warmup"]  # of the whole process: other engines of these tests
     outputs = llm.generate(prompts_of(rng.integers(1, 301, 200)), params)
     for out, p in zip(outputs, params, strict=True):
         assert out.finished and len(out.outputs) == p.n
@@ -36,7 +37,7 @@ def test_random_traffic_ends_returns_its_pages_and_compiles_nothing(make_llm):
     scheduler.check_invariants()
     pages = llm.engine.pages
     assert pages.num_free == pages.num_pages - 1 and not llm.engine.has_work
-    assert llm.metrics()["num_compiles_after_warmup"] == 0
+    assert llm.metrics()["num_compiles_after_warmup"] == before
 
 
 def test_greedy_follows_the_teacher_forced_argmax(make_llm, tiny_model):
@@ -121,13 +122,14 @@ def test_a_long_cached_prefix_needs_more_page_updates_than_a_bucket_takes(make_l
 
 
 def test_non_finite_logits_end_the_request_with_an_error(tiny_model):
-    broken = {**tiny_model.params, "final_norm.weight": tiny_model.params["final_norm.weight"].at[3].set(np.nan)}
+    name = "layers.1.attention_norm.weight"
+    broken = {**tiny_model.params, name: tiny_model.params[name].at[3].set(np.nan)}
     import dataclasses
 
     llm = jaxinfer.LLM.from_model(dataclasses.replace(tiny_model, params=broken), max_num_seqs=1, max_num_batched_tokens=16,
                                   compilation_cache_dir=None)
     (out,) = llm.generate({"prompt_token_ids": [1, 2, 3]})
-    assert out.outputs[0].finish_reason is FinishReason.ERROR and "non-finite" in out.error
+    assert out.outputs[0].finish_reason is FinishReason.ERROR and "non-finite logits, first in its layer 1" in out.error
 
 
 @pytest.mark.parametrize(("prompt", "message"), [

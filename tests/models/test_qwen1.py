@@ -142,9 +142,10 @@ def test_greedy_alone_cold_then_warm(name):
 ], ids=["plain", "no cache", "chunked", "own decode bucket"])
 def test_greedy_of_all_in_one_batch(settings):
     llm = engine(**settings)
+    before = llm.metrics()["num_compiles_after_warmup"]  # of the whole process: other engines of these tests
     outputs = llm.generate([prompt(name) for name in PROMPTS], GREEDY)
     check_greedy(outputs, PROMPTS)
-    assert llm.metrics()["num_compiles_after_warmup"] == 0
+    assert llm.metrics()["num_compiles_after_warmup"] == before
 
 
 def test_recomputing_after_preemption_keeps_the_prompts_alpha():
