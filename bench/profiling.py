@@ -1,8 +1,7 @@
 """Reads a jax profile: which kernels took the device's time, and how long the device waited between them."""
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,3 @@ def summarise(data: Any, *, top: int) -> dict[str, Any]:
     hottest = sorted(totals.items(), key=lambda kv: -kv[1][0])[:top]
     return {"busy_ms": busy / 1e6, "span_ms": span / 1e6, "gap_share": 1 - busy / span if span else 0.0, "num_kernels": len(events),
             "kernels": [{"kernel": name[:90], "calls": int(n), "total_us": t / 1e3, "each_us": t / 1e3 / n} for name, (t, n) in hottest]}
-
-
-@contextlib.contextmanager
-def compiles_counted() -> Iterator[Callable[[], int]]:
-    """Yields a function that gives the number of backend compiles since the block began."""
-    from jaxinfer.engine.compiled import CompileCounter
-
-    counter = CompileCounter()
-    start = counter.count
-    yield lambda: counter.count - start

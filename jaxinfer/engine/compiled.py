@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import monitoring
 
-from jaxinfer.engine.load import LoadedModel
+from jaxinfer.engine.load import LoadedModel, teacher_forced_logits
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.engine.step import sample_rows, score_prompt, step, update_page_table, write_counts, write_rules
@@ -75,10 +75,7 @@ def enable_compilation_cache(folder: str | None) -> None:
 
 def jit_logits(model: LoadedModel) -> Callable[..., jax.Array]:
     """A jitted `tokens [B, T], lengths [B] -> logits [B, T, V]` of a loaded model, its weights passed as arguments."""
-    def logits(params: dict[str, jax.Array], tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        return dataclasses.replace(model, params=params).logits(tokens, lengths)
-
-    return functools.partial(jax.jit(logits), model.params)
+    return functools.partial(jax.jit(teacher_forced_logits, static_argnames=("graphdef",)), model.graphdef, model.params)
 
 
 class CompiledSteps:

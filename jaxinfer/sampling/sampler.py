@@ -32,8 +32,7 @@ def greedy(logits: jax.Array, *, num_valid_tokens: int) -> tuple[jax.Array, jax.
       tokens [B] int32; finite [B] bool: False where a row's valid logits held NaN or infinity (its token means nothing).
     """
     with jax.named_scope("greedy"):
-        finite = jnp.max(jnp.abs(_where_valid(logits, num_valid_tokens, 0.0)), axis=1) < jnp.inf  # a NaN is the maximum, and is not less
-        return _argmax(_where_valid(logits, num_valid_tokens, -jnp.inf)), finite
+        return _argmax(_where_valid(logits, num_valid_tokens, -jnp.inf)), _is_finite(logits, num_valid_tokens)
 
 
 def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num_valid_tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -50,10 +49,15 @@ def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num
       token means nothing).
     """
     with jax.named_scope("sample"):
-        finite = jnp.max(jnp.abs(_where_valid(logits, num_valid_tokens, 0.0)), axis=1) < jnp.inf
+        finite = _is_finite(logits, num_valid_tokens)
         adjusts = sampling.penalises | (sampling.mask > 0) | (sampling.has_biases > 0) | (sampling.has_words > 0)
         tokens, possible = _adjust_and_draw(_where_valid(logits, num_valid_tokens, -jnp.inf), sampling, slots, jnp.any(adjusts))
         return tokens, finite & possible
+
+
+def _is_finite(logits: jax.Array, num_valid_tokens: int) -> jax.Array:
+    """[B] bool: no NaN and no infinity among a row's valid logits, in one reduction: a NaN is the maximum, and is not less."""
+    return jnp.max(jnp.abs(_where_valid(logits, num_valid_tokens, 0.0)), axis=1) < jnp.inf
 
 
 def _where_valid(logits: jax.Array, num_valid_tokens: int, padding: float) -> jax.Array:
