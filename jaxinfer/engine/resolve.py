@@ -14,6 +14,7 @@ from pallas_kernels.dispatch import Choice, KernelError, Target
 
 DEFAULT_PAGE_SIZE = 64
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
+_LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all
 _CPU_KV_SHARE = 0.125      # of RAM, at most
 _CPU_MAX_MODEL_LEN = 4096  # default cap on a CPU, where attention over more takes seconds a token
 _DEFAULTS = {              # platform -> (max_num_seqs, max_num_batched_tokens, token buckets)
@@ -102,7 +103,7 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
         raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}: every running "
                           f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
     _check_buckets(engine, max_num_seqs, max_num_batched_tokens)
-    layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size)
+    layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size, _LEAST_DECODE_ROWS[hardware.platform])
     step_bytes = _step_bytes(model, layouts, dtype) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
     page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, page_size=page_size,
                                head_dim=model.head_dim, dtype_bytes=kv_dtype.itemsize)
@@ -200,7 +201,7 @@ def _max_model_len(engine: EngineConfig, model: ModelConfig, hardware: Hardware)
 
 
 def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs: int, max_num_batched_tokens: int,
-             page_size: int) -> tuple[StepLayout, ...]:
+             page_size: int, least_rows: int) -> tuple[StepLayout, ...]:
     """Decode buckets (T == B, powers of two) and mixed buckets (T tokens, few or all rows); one mixed bucket when deterministic."""
     def mixed(num_tokens: int, num_rows: int) -> StepLayout:
         rows = min(num_tokens, num_rows)
@@ -213,8 +214,9 @@ def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs:
     if engine.deterministic:
         return (mixed(max_num_batched_tokens, max_num_seqs),)
     tokens = {t for t in engine.token_buckets or token_buckets if t < max_num_batched_tokens} | {max_num_batched_tokens}
-    rows = engine.batch_buckets or tuple(2**i for i in range(max_num_seqs.bit_length()))
-    decode_rows = {r for r in rows if r < max_num_seqs} | {max_num_seqs}
+    rows = engine.batch_buckets or tuple(2**i for i in range(max_num_seqs.bit_length()) if 2**i >= least_rows)
+    largest = max_num_seqs if engine.batch_buckets else max(max_num_seqs, least_rows)
+    decode_rows = {r for r in rows if r < largest} | {largest}
     layouts = {decode(r) for r in decode_rows}
     for t in tokens:
         layouts |= {mixed(t, min(_MIXED_ROWS, max_num_seqs)), mixed(t, max_num_seqs)}
