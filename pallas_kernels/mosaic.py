@@ -102,27 +102,31 @@ def load_rows(ref: Any, num_rows: int, layout: Any, *, interpret: bool) -> jax.A
     return load(ref)
 
 
-def store_rows(ref: Any, value: jax.Array, first: jax.Array | int, end: jax.Array | int, layout: Any, *, interpret: bool) -> None:
-    """Writes rows first <= r < end of `value` [R, C] to a GMEM ref [R', C], and nothing else; rows outside may lie out of bounds."""
+def store_rows(ref: Any, value: jax.Array, first: jax.Array | int, end: jax.Array | int, layout: Any, *, shift: jax.Array | int = 0,
+               interpret: bool) -> None:
+    """Writes rows first <= r < end of `value` [R, C] to rows r + shift of a GMEM ref [R', C], and nothing else.
+
+    Rows outside may lie out of bounds.
+    """
     if interpret:
         def put(r: jax.Array, _: None) -> None:
-            ref[r] = lax.dynamic_index_in_dim(value, r, keepdims=False)
+            ref[r + shift] = lax.dynamic_index_in_dim(value, r, keepdims=False)
 
         lax.fori_loop(jnp.int32(first), jnp.int32(end), put, None)
         return
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar, scalar))
-    def store(ctx: Any, x: Any, target: Any, low: Any, high: Any) -> None:
-        word = ir.IntegerType.get_signless(32)
-        low, high = (bound.registers.item() if isinstance(bound, mgpu.FragmentedArray) else bound for bound in (low, high))
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar, scalar, scalar))
+    def store(ctx: Any, x: Any, target: Any, low: Any, high: Any, by: Any) -> None:
+        word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        low, high, by = (x.registers.item() if isinstance(x, mgpu.FragmentedArray) else x for x in (low, high, by))
         for register, (row, column) in zip(x.registers.flat, x.layout.thread_idxs(x.shape), strict=True):
             r = arith.index_cast(word, row)
             inside = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, r, low), arith.cmpi(arith.CmpIPredicate.slt, r, high))
             with utils.when(inside):
-                llvm.store(register, _pointer(target, row, column))
+                llvm.store(register, _pointer(target, arith.index_cast(index, arith.addi(r, by)), column))
 
-    store(value, ref, jnp.int32(first), jnp.int32(end))
+    store(value, ref, jnp.int32(first), jnp.int32(end), jnp.int32(shift))
 
 
 def _pointer(ref: Any, row: Any, column: Any) -> Any:

@@ -1,6 +1,6 @@
 """The attention block and the two contexts it runs in: pages (serving) and a dense batch (teacher forcing).
 
-A context is a pytree that owns keys, values and lengths; the block only projects, rotates and asks it to attend.
+A context is a pytree that owns keys, values and lengths; the block only projects and asks it to rotate and attend.
 """
 
 import dataclasses
@@ -15,15 +15,26 @@ from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rotary import RotaryAngles, rotate
 from jaxinfer.state import KVCache
-from pallas_kernels import ragged_paged_attention, write_kv_pages
+from pallas_kernels import ragged_paged_attention, rotary_kv_write
 
 
 class AttentionContext(Protocol):
     """What the model needs to know about the batch it runs in."""
 
-    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float,
+    def attend(self, layer: int, qkv: jax.Array, angles: RotaryAngles, *, scale: float,
                sliding_window: int | None) -> tuple[jax.Array, Self]:
-        """Causal attention of q [T, N, H] over each row's past and its new k, v [T, K, H] -> ([T, N, H], context)."""
+        """Causal attention over each row's past and its new tokens.
+
+        Args:
+          layer: whose keys and values.
+          qkv: [T, K, G + 2, H]; of each KV head its G query heads, its key, its value, not yet rotated.
+          angles: of the tokens.
+          scale: of scores.
+          sliding_window: keys that a query sees, itself included; None is all before it.
+
+        Returns:
+          ([T, N, H], the context with the new keys and values).
+        """
         ...
 
     def token_prompt_lens(self, num_tokens: int) -> jax.Array:
@@ -48,12 +59,12 @@ class PagedContext:
     implementation: str | None
     """Name of one attention implementation, or None to let pallas_kernels choose."""
 
-    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float,
+    def attend(self, layer: int, qkv: jax.Array, angles: RotaryAngles, *, scale: float,
                sliding_window: int | None) -> tuple[jax.Array, "PagedContext"]:
-        """Writes k and v into their pages, then attends over the pages. Padding tokens give zeros."""
-        with jax.named_scope("write_kv_pages"):
-            k_pages, v_pages = write_kv_pages(
-                k, v, self.cache.k[layer], self.cache.v[layer], self.page_table, self.cu_q_lens, self.kv_lens)
+        """Rotates, writes keys and values into their pages, then attends over the pages. Padding tokens give zeros."""
+        with jax.named_scope("rotary_kv_write"):
+            q, k_pages, v_pages = rotary_kv_write(
+                qkv, *angles.query, *angles.key, self.cache.k[layer], self.cache.v[layer], self.page_table, self.cu_q_lens, self.kv_lens)
         with jax.named_scope("ragged_paged_attention"):
             out = ragged_paged_attention(
                 q, k_pages, v_pages, self.page_table, self.cu_q_lens, self.kv_lens, scale=scale, max_q_len=self.max_q_len,
@@ -77,12 +88,14 @@ class DenseContext:
     lengths: jax.Array      # [B] int32; tokens at and past a row's length are padding
     prompt_lens: jax.Array  # [B] int32
 
-    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float,
+    def attend(self, layer: int, qkv: jax.Array, angles: RotaryAngles, *, scale: float,
                sliding_window: int | None) -> tuple[jax.Array, "DenseContext"]:
         """softmax(scale * q k^T, over keys at or before the query and inside the window) v. Padding tokens give zeros."""
         del layer
-        b, (n, h), num_kv_heads = self.lengths.shape[0], q.shape[1:], k.shape[1]
-        t = q.shape[0] // b
+        b, (num_kv_heads, members, h) = self.lengths.shape[0], qkv.shape[1:]
+        t, n = qkv.shape[0] // b, num_kv_heads * (members - 2)
+        q = rotate(qkv[:, :, :-2].reshape(b * t, n, h), *angles.query)
+        k, v = rotate(qkv[:, :, -2], *angles.key), qkv[:, :, -1]
         q, k, v = (x.astype(jnp.float32).reshape(b, t, num_kv_heads, -1, h) for x in (q, k, v))
         at = jnp.arange(t)
         allowed = at[None, :] <= at[:, None]  # [T, S]
@@ -118,24 +131,23 @@ class Attention(nnx.Module):
         self.query_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         self.key_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         self.output = Linear(num_heads * head_dim, (dim,), axes=("heads", None), bias=output_bias, dtype=dtype)
+        self.head_dim = head_dim
         self.sliding_window = sliding_window
         self.stacked_qkv = stacked_qkv
 
     @jax.named_scope("attention")
     def __call__[C: AttentionContext](self, layer: int, x: jax.Array, angles: RotaryAngles, context: C) -> tuple[jax.Array, C]:
         """x [T, D] -> ([T, D], context)."""
-        q, k, v = self._project(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k = rotate(q, *angles.query), rotate(k, *angles.key)
-        out, context = context.attend(layer, q, k, v, scale=q.shape[-1]**-0.5, sliding_window=self.sliding_window)
+        out, context = context.attend(layer, self._project(x), angles, scale=self.head_dim**-0.5, sliding_window=self.sliding_window)
         with jax.named_scope("output"):
             return self.output(out.astype(x.dtype).reshape(x.shape[0], -1)), context
 
     @jax.named_scope("qkv")
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, D] -> q [T, N, H], k and v [T, K, H]."""
+    def _project(self, x: jax.Array) -> jax.Array:
+        """x [T, D] -> [T, K, G + 2, H]."""
         qkv = self.qkv(x)
         if self.stacked_qkv:
-            return qkv[:, 0], qkv[:, 1], qkv[:, 2]
-        return qkv[:, :, :-2].reshape(x.shape[0], -1, qkv.shape[-1]), qkv[:, :, -2], qkv[:, :, -1]
+            qkv = jnp.swapaxes(qkv, 1, 2)
+        if self.query_norm is None or self.key_norm is None:
+            return qkv
+        return jnp.concatenate([self.query_norm(qkv[:, :, :-2]), self.key_norm(qkv[:, :, -2:-1]), qkv[:, :, -1:]], axis=2)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer.engine.load import LoadedModel, random_model
 from jaxinfer.layers.attention import DenseContext, PagedContext
+from jaxinfer.layers.rotary import RotaryAngles
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import bind
 from jaxinfer.models.shapes import SHAPES
@@ -37,9 +38,10 @@ def test_dense_context_matches_a_loop(window):
     q, k, v = rng.normal(size=(2, 7, 4, 8)), rng.normal(size=(2, 7, 2, 8)), rng.normal(size=(2, 7, 2, 8))
     lengths = np.array([7, 3], np.int32)
     k[1, 3:] = v[1, 3:] = 1e6  # padding must not be seen
-    flat = [jnp.asarray(x.reshape(14, -1, 8), jnp.float32) for x in (q, k, v)]
+    qkv = np.concatenate([x.reshape(14, 2, -1, 8) for x in (q, k, v)], axis=2)
+    still = jnp.ones((14, 4)), jnp.zeros((14, 4))  # cosines and sines of an angle of 0
     context = DenseContext(lengths=jnp.asarray(lengths), prompt_lens=jnp.asarray(lengths))
-    got, _ = context.attend(0, *flat, scale=0.3, sliding_window=window)
+    got, _ = context.attend(0, jnp.asarray(qkv, jnp.float32), RotaryAngles(still, still), scale=0.3, sliding_window=window)
     np.testing.assert_allclose(got.reshape(q.shape), dense_numpy(q, k, v, lengths, 0.3, window), atol=2e-6)
 
 
