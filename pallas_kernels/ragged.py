@@ -36,7 +36,8 @@ def token_positions(rows: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array) -
 TILE_FIELDS = 7  # of `query_tiles`, in order: base, first, end, row, pos, kv_end, kv_len
 
 
-def query_tiles(cu_q_lens: jax.Array, kv_lens: jax.Array, num_tokens: int, block_q: int, longest: int) -> jax.Array:
+def query_tiles(cu_q_lens: jax.Array, kv_lens: jax.Array, num_tokens: int, block_q: int, longest: int, *,
+                skip_single: bool) -> jax.Array:
     """Cuts packed rows into tiles of block_q tokens, none across two rows; padding tokens are tiles of a row without keys.
 
         tokens   ...............|row b, q_len 10, block_q 4     |............
@@ -50,6 +51,7 @@ def query_tiles(cu_q_lens: jax.Array, kv_lens: jax.Array, num_tokens: int, block
       num_tokens: T, at least block_q.
       block_q: tokens of a tile.
       longest: bound on the tokens of a row.
+      skip_single: rows of one token get no tile.
     Returns:
       [TILE_FIELDS, R] int32: base, first of block_q tokens in [0, T); first and end, the tile's own among these (0 of them in a spare
       tile); row; pos, position of token `base`, of use from `first` on; kv_end, keys that the last query sees; kv_len of the row.
@@ -60,6 +62,8 @@ def query_tiles(cu_q_lens: jax.Array, kv_lens: jax.Array, num_tokens: int, block
     q_lens = jnp.diff(cu_q_lens, append=jnp.full((1,), num_tokens, jnp.int32))
     padded_kv_lens = jnp.concatenate([kv_lens, jnp.zeros((1,), jnp.int32)])
     counts = (q_lens + (block_q - 1)) // block_q
+    if skip_single:
+        counts = jnp.where((q_lens == 1) & (jnp.arange(num_rows + 1) < num_rows), 0, counts)
     end_tiles = jnp.cumsum(counts, dtype=jnp.int32)
     tiles = jnp.arange(num_tiles - 1, -1, -1, dtype=jnp.int32)
     rows = jnp.minimum(jnp.sum(tiles[:, None] >= end_tiles, axis=1, dtype=jnp.int32), num_rows)

@@ -1,5 +1,9 @@
 """Ragged paged attention: contract, validation and the ordered table of implementations. It computes nothing itself."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
 import jax
 
 from pallas_kernels.contract import ArrayLike, check_float, check_number, check_pages, check_rank, check_rows, dtype_name
@@ -24,6 +28,7 @@ from pallas_kernels.ragged_paged_attention.config import (
     wgmma_refusal,
     xla_config,
 )
+from pallas_kernels.ragged_paged_attention.mixed import FEW_ROWS, Attend, attend_mixed
 
 OP = "ragged_paged_attention"
 
@@ -149,24 +154,43 @@ def _supports_all(spec: AttentionSpec, target: Target) -> Unsupported | None:
 
 def _run_mosaic(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
                 scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
-    from pallas_kernels.ragged_paged_attention import kernel_mosaic, kernel_mosaic_prefill  # late: Pallas takes as long as jax to import
+    from pallas_kernels.ragged_paged_attention import kernel_mosaic_prefill  # late: Pallas takes as long as jax to import
 
     arrays = q, k_pages, v_pages, page_table, cu_q_lens, kv_lens
     if spec.is_decode:
-        return kernel_mosaic.decode_attention(*arrays, scale=scale, sliding_window=spec.sliding_window, softcap=spec.softcap,
-                                              config=mosaic_config(spec), interpret=target.interpret)
-    return kernel_mosaic_prefill.prefill_attention(
-        *arrays, scale=scale, max_q_len=spec.max_q_len, sliding_window=spec.sliding_window, softcap=spec.softcap,
-        config=mosaic_prefill_config(spec), interpret=target.interpret)
+        return _mosaic_decode(spec, target, scale=scale)(*arrays)
+    prefill = functools.partial(
+        kernel_mosaic_prefill.prefill_attention, scale=scale, max_q_len=spec.max_q_len, sliding_window=spec.sliding_window,
+        softcap=spec.softcap, config=mosaic_prefill_config(spec), interpret=target.interpret)
+    return _prefill_or_mixed(prefill, arrays, scale=scale, spec=spec, target=target)
 
 
 def _run_wgmma(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
                scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
     from pallas_kernels.ragged_paged_attention import kernel_wgmma  # late, as above
 
-    return kernel_wgmma.prefill_attention(
-        q, k_pages, v_pages, page_table, cu_q_lens, kv_lens, scale=scale, max_q_len=spec.max_q_len, sliding_window=spec.sliding_window,
-        softcap=spec.softcap, config=wgmma_config(spec), interpret=target.interpret)
+    prefill = functools.partial(
+        kernel_wgmma.prefill_attention, scale=scale, max_q_len=spec.max_q_len, sliding_window=spec.sliding_window, softcap=spec.softcap,
+        config=wgmma_config(spec), interpret=target.interpret)
+    return _prefill_or_mixed(prefill, (q, k_pages, v_pages, page_table, cu_q_lens, kv_lens), scale=scale, spec=spec, target=target)
+
+
+def _mosaic_decode(spec: AttentionSpec, target: Target, *, scale: float) -> Attend:
+    """kernel_mosaic for a batch of one token a row."""
+    from pallas_kernels.ragged_paged_attention import kernel_mosaic  # late, as above
+
+    return functools.partial(kernel_mosaic.decode_attention, scale=scale, sliding_window=spec.sliding_window, softcap=spec.softcap,
+                             config=mosaic_config(spec), interpret=target.interpret)
+
+
+def _prefill_or_mixed(prefill: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], *, scale: float, spec: AttentionSpec,
+                      target: Target) -> jax.Array:
+    """`prefill` for all rows, or where there are many of them and kernel_mosaic can, its decode for those of one token."""
+    one_each = dataclasses.replace(spec, num_tokens=spec.num_rows, max_q_len=1)
+    if spec.num_rows <= FEW_ROWS or mosaic_refusal(one_each, target) is not None:
+        return prefill(*arrays, skip_single=False)
+    return attend_mixed(*arrays, prefill=functools.partial(prefill, skip_single=True),
+                        decode=_mosaic_decode(one_each, target, scale=scale))
 
 
 def _run_xla(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,

@@ -43,16 +43,21 @@ def prefill_attention(
     *,
     scale: float,
     max_q_len: int | None,
+    skip_single: bool,
     sliding_window: int | None,
     softcap: float | None,
     config: WgmmaConfig,
     interpret: bool,
 ) -> jax.Array:             # [T, N, H]
-    """See api.ragged_paged_attention. `interpret` runs it on the CPU, slowly, for tests."""
+    """See api.ragged_paged_attention. `interpret` runs it on the CPU, slowly, for tests.
+
+    With `skip_single` rows of one token get no output: another kernel attends for them (mixed.py).
+    """
     num_tokens, block_q = q.shape[0], 2 * GROUP_Q
     if num_tokens < block_q:
         q = jnp.pad(q, ((0, block_q - num_tokens), (0, 0), (0, 0)))
-    tiles = query_tiles(cu_q_lens, kv_lens, q.shape[0], block_q, min(max_q_len or num_tokens, num_tokens))
+    tiles = query_tiles(cu_q_lens, kv_lens, q.shape[0], block_q, min(max_q_len or num_tokens, num_tokens),
+                        skip_single=skip_single)
     run = _tile_kernel(q, k_pages, page_table, num_tiles=tiles.shape[1], scale=scale, sliding_window=sliding_window, softcap=softcap,
                        config=config, interpret=interpret)
     return run(q, k_pages, v_pages, page_table, tiles)[:num_tokens]
