@@ -18,7 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 # Below every score but finite: exp2(M_FLOOR - M_FLOOR) is 1 and exp2(M_FLOOR - score) is 0. Softmax runs in base 2, so scores carry LOG2_E.
-M_FLOOR = -1e30
+# A power of two: a factor times it is exact, in a multiply-add too, whose unrounded product would otherwise miss the rounded one by 1e22.
+M_FLOOR = -2.0 ** 100
 LOG2_E = math.log2(math.e)
 
 

@@ -34,6 +34,8 @@ CASES = {
                              dtype="bfloat16", num_padding=9),
     "prefill_f16_window_softcap": Case(rows=((40, 301), (100, 100)), num_heads=1, num_kv_heads=1, page_size=32, dtype="float16",
                                        sliding_window=33, softcap=5.0),
+    "prefill_bf16_window": Case(rows=((150, 420), (40, 40)), num_heads=2, num_kv_heads=1, page_size=64, dtype="bfloat16", sliding_window=50,
+                                num_padding=2),
     "prefill_bf16_two_tiles": Case(rows=((130, 259),), num_heads=1, num_kv_heads=1, page_size=64, dtype="bfloat16"),
     "prefill_bf16_few_tokens": Case(rows=((2, 129), (5, 5)), num_heads=2, page_size=128, dtype="bfloat16", max_q_len=8),
     "prefill": Case(rows=((33, 33), (17, 17), (64, 64))),
