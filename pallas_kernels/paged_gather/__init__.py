@@ -1,0 +1,1 @@
+"""From pages to dense keys and values: contract in api.py, oracle in reference.py, implementation beside them."""
