@@ -1,4 +1,4 @@
-"""What is compiled: each kernel at its named shapes, and whole decode and prefill steps. Makes no arrays, only shapes."""
+"""What is compiled: each kernel at its named shapes and at its edges, and whole decode and prefill steps. Makes no arrays, only shapes."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jaxinfer.engine.step import step
 from jaxinfer.models.registry import abstract_model
 from jaxinfer.models.shapes import SHAPES
 from jaxinfer.state import StepLayout
-from pallas_kernels import ragged_paged_attention, write_kv_pages
+from pallas_kernels import copy_pages, flash_attention, paged_gather, ragged_paged_attention, rms_norm, rotary_kv_write, write_kv_pages
 
 PAGE_SIZE = 64
 NUM_PAGES = 600
@@ -40,28 +40,97 @@ def all_cases() -> dict[str, Callable[[], Case]]:
         for rows in (1, 32, 128):
             cases[f"kernel-decode-{name}-b{rows}"] = functools.partial(_attention, rows, rows, heads, kv_heads, head_dim, 1)
         cases[f"kernel-prefill-{name}-t2048"] = functools.partial(_attention, 2048, 8, heads, kv_heads, head_dim, None)
-        cases[f"kernel-write-{name}-t32"] = functools.partial(_write, 32, 32, kv_heads, head_dim)
-        cases[f"kernel-write-{name}-t2048"] = functools.partial(_write, 2048, 8, kv_heads, head_dim)
+        cases[f"kernel-rotary-write-{name}-t32"] = functools.partial(_rotary_write, 32, 32, heads, kv_heads, head_dim)
+        cases[f"kernel-rotary-write-{name}-t2048"] = functools.partial(_rotary_write, 2048, 8, heads, kv_heads, head_dim)
+    cases["kernel-write-q-t32"] = functools.partial(_write, 32, 32, 4, 128)
+    cases |= _edges() | _dense()
     for shape in ("Q", "M"):
-        for rows in (1, 32):
+        for rows in (8, 32):
             cases[f"step-decode-{shape.lower()}-b{rows}"] = functools.partial(_step, shape, rows, rows, True)
         cases[f"step-prefill-{shape.lower()}-t2048"] = functools.partial(_step, shape, 2048, 8, False)
     return cases
+
+
+def _edges() -> dict[str, Callable[[], Case]]:
+    """Small calls beyond the named shapes: each page size, most splits, windows, caps, float16, and the sm_80 prefill kernel on sm_90 too."""
+    decode = functools.partial(_attention, 8, 8, 8, 8, 128, 1)
+    prefill = functools.partial(_attention, 512, 4, 8, 2, 128, None)
+    return {
+        "kernel-decode-page32-window": functools.partial(decode, page_size=32, sliding_window=1000),
+        "kernel-decode-page96-softcap": functools.partial(decode, page_size=96, softcap=30.0),
+        "kernel-decode-page128": functools.partial(decode, page_size=128),
+        "kernel-decode-longest-b1": functools.partial(_attention, 1, 1, 28, 4, 128, 1, max_model_len=32768),
+        "kernel-prefill-page32-window": functools.partial(prefill, page_size=32, sliding_window=1000),
+        "kernel-prefill-page96-softcap": functools.partial(prefill, page_size=96, softcap=30.0),
+        "kernel-prefill-page128-f16": functools.partial(prefill, page_size=128, dtype=jnp.float16),
+        "kernel-prefill-mosaic-window": functools.partial(_attention, 512, 4, 8, 2, 64, None, sliding_window=1000, implementation="mosaic"),
+        "kernel-norm-d3584-residual": functools.partial(_norm, 128, 3584, True),
+        "kernel-norm-d896": functools.partial(_norm, 8, 896, False),
+    }
+
+
+def _dense() -> dict[str, Callable[[], Case]]:
+    """Flash attention at both head dims and all masks, and pages that are copied or gathered."""
+    return {
+        "kernel-flash-h64-causal-odd": functools.partial(_flash, 1023, 64, causal=True),
+        "kernel-flash-h128-causal": functools.partial(_flash, 1024, 128, causal=True),
+        "kernel-flash-h64-segments-softcap": functools.partial(_flash, 999, 64, segments=True, causal=False, softcap=30.0),
+        "kernel-flash-h128-window-mosaic": functools.partial(_flash, 1001, 128, lengths=True, causal=True, sliding_window=300,
+                                                             implementation="mosaic"),
+        "pages-copy-u16": functools.partial(_copy_pages, 16),
+        "pages-gather-b8": functools.partial(_gather, 8, 999),
+    }
 
 
 def _shape(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _rows(num_rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _rows(num_rows: int, *, max_model_len: int = MAX_MODEL_LEN, page_size: int = PAGE_SIZE) -> tuple[jax.ShapeDtypeStruct, ...]:
     """page_table, cu_q_lens, kv_lens."""
-    return _shape((num_rows, MAX_MODEL_LEN // PAGE_SIZE), np.int32), _shape((num_rows + 1,), np.int32), _shape((num_rows,), np.int32)
+    return _shape((num_rows, max_model_len // page_size), np.int32), _shape((num_rows + 1,), np.int32), _shape((num_rows,), np.int32)
 
 
-def _attention(num_tokens: int, num_rows: int, heads: int, kv_heads: int, head_dim: int, max_q_len: int | None) -> Case:
-    pages = _shape((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim))
-    run = functools.partial(ragged_paged_attention, scale=head_dim ** -0.5, max_q_len=max_q_len)
-    return Case(function=run, arguments=(_shape((num_tokens, heads, head_dim)), pages, pages, *_rows(num_rows)))
+def _attention(num_tokens: int, num_rows: int, heads: int, kv_heads: int, head_dim: int, max_q_len: int | None, *,
+               max_model_len: int = MAX_MODEL_LEN, page_size: int = PAGE_SIZE, dtype: Any = jnp.bfloat16, **statics: Any) -> Case:
+    pages = _shape((NUM_PAGES, kv_heads, page_size, head_dim), dtype)
+    run = functools.partial(ragged_paged_attention, scale=head_dim ** -0.5, max_q_len=max_q_len, **statics)
+    rows = _rows(num_rows, max_model_len=max_model_len, page_size=page_size)
+    return Case(function=run, arguments=(_shape((num_tokens, heads, head_dim), dtype), pages, pages, *rows))
+
+
+def _norm(num_tokens: int, width: int, residual: bool) -> Case:
+    x = _shape((num_tokens, width))
+    return Case(function=functools.partial(rms_norm, eps=1e-6, implementation="mosaic"),
+                arguments=(x, _shape((width,)), *([x] if residual else [])))
+
+
+def _flash(length: int, head_dim: int, *, lengths: bool = False, segments: bool = False, **statics: Any) -> Case:
+    """Two rows of `length` queries and keys, 8 heads over 2 KV heads."""
+    integers = {name: _shape((2,), np.int32) for name in ("q_lengths", "kv_lengths") if lengths}
+    integers |= {name: _shape((2, length), np.int32) for name in ("q_segment_ids", "kv_segment_ids") if segments}
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, integers: dict[str, Any]) -> jax.Array:
+        return flash_attention(q, k, v, scale=head_dim ** -0.5, **integers, **statics)
+
+    kv = _shape((2, length, 2, head_dim))
+    return Case(function=run, arguments=(_shape((2, length, 8, head_dim)), kv, kv, integers))
+
+
+def _copy_pages(num_copies: int) -> Case:
+    pools = [_shape((NUM_PAGES, 4, PAGE_SIZE, 128))] * 4
+    return Case(function=copy_pages, arguments=(pools, *[_shape((num_copies,), np.int32)] * 2), donated=(0,), is_kernel=False)
+
+
+def _gather(num_rows: int, max_len: int) -> Case:
+    pages, (table, _, kv_lens) = _shape((NUM_PAGES, 4, PAGE_SIZE, 128)), _rows(num_rows)
+    return Case(function=functools.partial(paged_gather, max_len=max_len), arguments=(pages, pages, table, kv_lens), is_kernel=False)
+
+
+def _rotary_write(num_tokens: int, num_rows: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+    pages, turns = _shape((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim)), _shape((num_tokens, head_dim // 2), np.float32)
+    qkv = _shape((num_tokens, kv_heads, heads // kv_heads + 2, head_dim))
+    return Case(function=rotary_kv_write, arguments=(qkv, *[turns] * 4, pages, pages, *_rows(num_rows)), donated=(5, 6))
 
 
 def _write(num_tokens: int, num_rows: int, kv_heads: int, head_dim: int) -> Case:
