@@ -1,0 +1,149 @@
+"""int4_matmul in Mosaic GPU, one source for sm_80 and sm_90: few tokens by mma, weights read once. It validates nothing: api.py has.
+
+The product is transposed, out^T = W^T x^T: 64 columns of the weights are the 64 rows of a tensor-core tile, tokens its columns, 8 at least.
+A block owns (strip of 64 columns, split of k, tile of tokens), and its warpgroups share its tiles of k among them, each with a ring of copies
+of its own, so that none waits for another before the end:
+
+    tiles of k    0 ........................................... k / 256
+    split 0       [warpgroup 0 | warpgroup 1 | ...]
+    split 1                                        [warpgroup 0 | warpgroup 1 | ...]
+
+A step takes one tile: 64 columns x 256 values of k, 8 KiB at 4 bits, and the same 256 of every token. Codes become q - z in registers,
+exactly, in x's 16-bit dtype; the product of a group is scaled, not its weights. At the end the warpgroups' sums meet in shared memory; those
+of several splits go to XLA as float32, which adds them up together with whatever follows. Copies are cp.async on sm_80 and TMA on sm_90.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.int4_matmul import fragments, layout
+from pallas_kernels.int4_matmul.config import MosaicConfig
+from pallas_kernels.int4_matmul.launch import launch
+from pallas_kernels.mosaic import across, constant
+
+CHUNK = 64          # words of a tile that are unpacked at a time: one swizzled row
+TILE_N, TILE_K = layout.TILE_N, layout.TILE_K
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+
+
+def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: MosaicConfig, interpret: bool) -> jax.Array:
+    """See api.int4_matmul; arrays are x, packed, scales, zeros and bias. `interpret` runs it on the CPU, slowly, for tests."""
+    return launch(_kernel, *arrays, bits=bits, out_dtype=out_dtype, config=config, interpret=interpret)
+
+
+def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bool, has_bias: bool, bits: int, out: Any,
+            config: MosaicConfig, copies_async: bool, interpret: bool) -> Any:
+    """The kernel: (x, packed, scales, zeros?, bias [1, n]?) -> `out`."""
+    dtype, block_m, stages, num_groups = x.dtype, config.block_m, config.stages, scales.shape[0]
+    num_tiles, num_words, num_planes = packed.shape[1], packed.shape[3], layout.planes(bits)
+    group_k = config.group_k
+    num_shares = config.splits * config.warpgroups
+    acc_layout, lhs_layout, rhs_layout = plgpu.Layout.MMA_ACC(dtype), plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
+    row_layout = acc_layout.reduce(1)
+    parameters = functools.partial(fragments.row_parameters, num_rows=TILE_N, layout=row_layout, interpret=interpret)
+
+    def body(x_ref, packed_ref, scales_ref, *refs):  # type: ignore[no-untyped-def]
+        zeros_ref = refs[0] if has_zeros else None
+        bias_ref = refs[has_zeros] if has_bias else None
+        out_ref, w_smem, x_smem, sums_smem, *barriers = refs[has_zeros + has_bias:]
+        strip, split, token, group = (lax.axis_index(name) for name in ("strip", "split", "token", "warpgroup"))
+        share = split * config.warpgroups + group
+        start = lax.div(share * num_tiles, jnp.int32(num_shares))
+        count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
+        column = strip * TILE_N
+
+        def fetch(j: jax.Array) -> None:
+            slot = lax.rem(j, jnp.int32(stages))
+            copies = ((packed_ref.at[strip, start + j], w_smem.at[group, slot]),
+                      (x_ref.at[pl.ds(token * block_m, block_m), pl.ds((start + j) * TILE_K, TILE_K)], x_smem.at[group, slot]))
+            for source, target in copies:
+                if copies_async:
+                    plgpu.copy_gmem_to_smem(source, target, oob_mode=IN_BOUNDS)
+                else:
+                    plgpu.copy_gmem_to_smem(source, target, barriers[0].at[group * stages + slot])
+
+        def groups_of(j: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
+            """Scales, and zero points, of the groups in tile j of this share."""
+            first = (start + j) * TILE_K
+            numbers = [jnp.minimum(lax.div(first + i * group_k, jnp.int32(config.group_size)), num_groups - 1)
+                       for i in range(TILE_K // group_k)]
+            return tuple(tuple(parameters(ref, number, column) for ref in ((scales_ref, zeros_ref) if has_zeros else (scales_ref,)))
+                         for number in numbers)
+
+        def multiply(slot: jax.Array, rows: tuple[tuple[jax.Array, ...], ...], acc: jax.Array) -> jax.Array:
+            """acc plus the scaled products of the tile in a slot."""
+            words = [plgpu.load(w_smem.at[group, slot, :, pl.ds(c, CHUNK)], layout=lhs_layout) for c in range(0, num_words, CHUNK)]
+            for plane in range(num_planes):
+                for c in range(0, num_words, CHUNK):
+                    first = plane * num_words + c
+                    tokens = plgpu.load(x_smem.at[group, slot, :, pl.ds(first, CHUNK)].T, layout=rhs_layout)
+                    for k in range(first, first + CHUNK, min(group_k, CHUNK)):
+                        size, at = min(group_k, CHUNK), k - first
+                        scale, *zero = rows[k // group_k]
+                        piece = fragments.part(words[c // CHUNK], at, size, axis=1, layout=lhs_layout, interpret=interpret)
+                        weights = fragments.operand(piece, plane, zero[0] if zero else None, bits=bits, dtype=dtype, layout=lhs_layout,
+                                                    row_layout=row_layout, interpret=interpret)
+                        if k % group_k == 0:
+                            product = constant((TILE_N, block_m), 0, acc_layout)
+                        product = mosaic.mma(product, weights, fragments.part(tokens, at, size, axis=0, layout=rhs_layout,
+                                                                              interpret=interpret), interpret=interpret)
+                        if (k + size) % group_k == 0:
+                            acc = acc + product * across(scale, block_m)
+            return acc
+
+        def step(j: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            rows, acc = carry
+            more = j + (stages - 1) < count
+            pl.when(more)(lambda: fetch(j + (stages - 1)))
+            if copies_async:  # which counts copies, not slots; two a step
+                lax.cond(more, lambda: plgpu.wait_gmem_to_smem(2 * (stages - 1)), lambda: plgpu.wait_gmem_to_smem(0))
+            else:
+                plgpu.barrier_wait(barriers[0].at[group * stages + lax.rem(j, jnp.int32(stages))])
+            following = groups_of(jnp.minimum(j + 1, count - 1))  # asked for a step ahead: they come from global memory
+            return following, multiply(lax.rem(j, jnp.int32(stages)), rows, acc)
+
+        for j in range(stages - 1):
+            pl.when(j < count)(functools.partial(fetch, jnp.int32(j)))
+        acc = lax.fori_loop(0, count, step, (groups_of(jnp.int32(0)), constant((TILE_N, block_m), 0, acc_layout)))[1]
+
+        def finish(acc: jax.Array) -> None:
+            for other in range(config.warpgroups - 1):
+                acc = acc + plgpu.load(sums_smem.at[other], layout=acc_layout, optimized=False)
+            if bias_ref is not None:
+                acc = acc + across(parameters(bias_ref, jnp.int32(0), column), block_m)
+            target = out_ref if config.splits == 1 else out_ref.at[split]
+            fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, column, acc_layout, interpret=interpret)
+
+        if config.warpgroups == 1:
+            finish(acc)
+            return
+
+        def hand_over() -> None:
+            sums_smem[group - 1] = acc
+
+        pl.when(group > 0)(hand_over)
+        plgpu.barrier_arrive(barriers[-1])
+
+        @pl.when(group == 0)
+        def _() -> None:
+            plgpu.barrier_wait(barriers[-1])
+            finish(acc)
+
+    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    ring = (config.warpgroups, stages)
+    scratch: list[Any] = [plgpu.SMEM((*ring, TILE_N, num_words), packed.dtype, transforms=transforms),
+               plgpu.SMEM((*ring, block_m, TILE_K), dtype, transforms=transforms),
+               plgpu.SMEM((max(1, config.warpgroups - 1), TILE_N, block_m), jnp.float32),
+               *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=config.warpgroups * stages)]),
+               plgpu.Barrier(num_arrivals=config.warpgroups)]
+    return plgpu.kernel(
+        body, out_type=out, grid=(packed.shape[0], config.splits, -(-out.shape[-2] // block_m)), grid_names=("strip", "split", "token"),
+        num_threads=config.warpgroups, thread_name="warpgroup", kernel_name="int4_matmul", scratch_types=scratch,
+        interpret=mosaic.interpret_params(interpret))
