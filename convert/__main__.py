@@ -1,5 +1,7 @@
 """Converts a Hugging Face folder, a GGUF file or a model of the Hugging Face hub into a checkpoint for jaxinfer.
 
+Weights that AutoAWQ (gemm), GPTQ or compressed-tensors quantised stay the integers that they are; those of GGUF files are dequantised.
+
   python -m convert --model=FOLDER|FILE.gguf|ORG/NAME --output=DIR [--dtype=bfloat16] [--verify] [--resume] [--overwrite]
 """
 
@@ -23,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.DEFINE_string("model", None, "What to convert: a Hugging Face folder, a .gguf file, or an id of the Hugging Face hub, org/name or "
                         "org/name@revision.", flag_values=values)
     flags.DEFINE_string("output", None, "Folder to make. It appears only when complete.", flag_values=values)
-    flags.DEFINE_enum("dtype", "auto", DTYPES, "Type of the stored weights. auto keeps the source's; a quantised .gguf file becomes bfloat16.",
-                      flag_values=values)
+    flags.DEFINE_enum("dtype", "auto", DTYPES, "Type of the stored weights, but for quantised ones. auto keeps the source's; a quantised "
+                      ".gguf file becomes bfloat16.", flag_values=values)
     flags.DEFINE_bool("overwrite", False, "Replace a checkpoint at --output once the new one is complete.", flag_values=values)
     flags.DEFINE_bool("resume", False, "When interrupted, keep what is complete; started again with --resume, continue there.",
                       flag_values=values)

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,29 @@ import jax.numpy as jnp
 
 import jaxinfer
 from convert import hub, verify
+from convert.dequantized import DequantizedSource
 from convert.families import FAMILIES, TIED
+from convert.formats import Scheme, TensorSpec, read_scheme
 from convert.gguf_reader import GGUFSource
 from convert.hashing import FileHasher
 from convert.hf_reader import HFSource
 from convert.interruption import Interruption
-from convert.mapping import Plan, check_tied_copies, fill, make_plan
+from convert.mapping import Entry, Plan, check_tied_copies, check_zero_biases, fill, make_plan
 from convert.progress import MemoryMeter, Progress
+from convert.quantized import fuse, matrix_params, module_of, packed_tensors, quantization_facts, read_formats
 from convert.source import DTYPES, Source
 from convert.writer import CheckpointWriter, check_output
 from jaxinfer.checkpoint import LAYOUT_VERSION, MANIFEST
 from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
+from jaxinfer.quant import QuantConfig
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
     """What is converted, and into what."""
 
     source: Source
@@ -40,6 +45,12 @@ class _Job:
     model: ModelConfig
     plan: Plan
     dtype: str
+    sizes: Mapping[str, int]
+    """Bytes of every parameter that is written."""
+    scheme: Scheme | None
+    """How the source is quantised."""
+    packed: Mapping[str, Mapping[str, TensorSpec]]
+    """Source weight -> the tensors that stand for it."""
 
 
 def convert(source: str | Path, output: str | Path, *, dtype: str = "auto", overwrite: bool = False, progress: bool = True,
@@ -80,14 +91,14 @@ def convert(source: str | Path, output: str | Path, *, dtype: str = "auto", over
     source_path, name = _locate(source)
     start = time.monotonic()
     with MemoryMeter() as meter, Interruption() as interruption:
-        job = _prepare(open_source(source_path), name, dtype)
+        job = prepare(open_source(source_path), name, dtype)
         if verify_logits:
-            verify.check_possible(job.source, num_params=sum(map(math.prod, job.plan.shapes.values())), dtype=job.dtype)
+            verify.check_possible(plain_source(job), num_params=sum(map(math.prod, job.plan.shapes.values())), dtype=job.dtype)
         num_bytes = _write(job, output_path, overwrite=overwrite, progress=progress, resume=resume, verify_logits=verify_logits,
                            interruption=interruption)
     seconds = time.monotonic() - start
     logger.info("%s: %s, %d tensors, %.0f MB as %s in %.1f s (%.0f MB/s), peak anonymous memory %s", output_path, job.model.architecture,
-                len(job.plan.entries), num_bytes / 1e6, job.dtype, seconds, num_bytes / 1e6 / seconds, meter)
+                len(job.sizes), num_bytes / 1e6, _described(job), seconds, num_bytes / 1e6 / seconds, meter)
     return output_path
 
 
@@ -130,31 +141,36 @@ def is_converted(path: Path) -> bool:
     return (path / MANIFEST).exists() and not (path / "model.safetensors").exists()
 
 
-def _prepare(source: Source, name: str, dtype: str) -> _Job:
-    """Reads the config and plans the conversion."""
-    if (quantization := source.config.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(f"{source.path} is quantised ({method!r}), which this version does not convert: "
-                                    "use the unquantised model")
-    _check_sizes(source)
-    model = read_model_config(source.config)
+def prepare(source: Source, name: str, dtype: str) -> Job:
+    """Reads the config and plans the conversion of an opened source. Raises as `convert` does."""
+    scheme = read_scheme(source.config)
+    _check_sizes(source, num_per_element=1 if scheme is None else 32 // scheme.bits)
+    model = read_model_config({name: value for name, value in source.config.items() if name != "quantization_config"})
     if model.architecture not in FAMILIES:
         raise UnsupportedModelError(f"{source.path} is a {model.architecture}; conversion knows {', '.join(FAMILIES)}")
     dtype = source.natural_dtype if dtype == "auto" else dtype
     shapes = {path: spec.shape for path, spec in abstract_params(model, jnp.dtype(dtype)).items()}
-    plan = make_plan(source, FAMILIES[model.architecture](model), shapes, architecture=model.architecture,
-                     tied=TIED if model.tie_embeddings else None)
+    entries = FAMILIES[model.architecture](model)
+    packed = {} if scheme is None else packed_tensors(scheme, entries, shapes, model.projections(), source.tensors)
+    plan = make_plan(source, entries, shapes, architecture=model.architecture, tied=TIED if model.tie_embeddings else None, packed=packed)
     check_tied_copies(source, plan)
+    check_zero_biases(source, plan)
+    if scheme is not None:
+        formats = read_formats(source, scheme, entries, packed, model.projections())
+        model = dataclasses.replace(model, quantization=QuantConfig.of(scheme.name, formats))
     for name in plan.ignored:
         logger.info("ignored %s: the config determines it", name)
     for copy, original in plan.tied_copies:
         logger.info("dropped %s: it equals %s, to which the config ties it", copy, original)
-    return _Job(source=source, name=name, model=model, plan=plan, dtype=dtype)
+    for bias in plan.zero_biases:
+        logger.info("dropped %s: it is zero, and the model has no such bias", bias)
+    sizes = {path: math.prod(spec.shape) * spec.dtype.itemsize for path, spec in abstract_params(model, jnp.dtype(dtype)).items()}
+    return Job(source=source, name=name, model=model, plan=plan, dtype=dtype, sizes=sizes, scheme=scheme, packed=packed)
 
 
-def _check_sizes(source: Source) -> None:
-    """Refuses config sizes that the source cannot hold, before anything is built from them."""
-    num_elements = sum(math.prod(info.shape) for info in source.tensors.values())
+def _check_sizes(source: Source, *, num_per_element: int) -> None:
+    """Refuses config sizes that the source cannot hold, with so many weights in an element, before anything is built from them."""
+    num_elements = num_per_element * sum(math.prod(info.shape) for info in source.tensors.values())
     limits = {"num_hidden_layers": len(source.tensors)}
     for key in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                 "head_dim"):
@@ -164,34 +180,26 @@ def _check_sizes(source: Source) -> None:
                                   f"{len(source.tensors)} tensors with {num_elements} elements: fetch the missing files again")
 
 
-def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool, resume: bool, verify_logits: bool,
+def _write(job: Job, output: Path, *, overwrite: bool, progress: bool, resume: bool, verify_logits: bool,
            interruption: Interruption) -> int:
     """Writes the checkpoint; returns the parameters' bytes."""
-    dtype = DTYPES[job.dtype]
-    sizes = {entry.target: dtype.itemsize * math.prod(job.plan.shapes[entry.target]) for entry in job.plan.entries}
-    num_bytes = sum(sizes.values())
+    num_bytes = sum(job.sizes.values())
     what = _fingerprint(job) if resume else None
     with CheckpointWriter(output, overwrite=overwrite, resume=what) as writer, FileHasher(job.source.files) as hasher:
         done = writer.done
-        writer.require_space(num_bytes - sum(sizes[target] for target in done))
+        writer.require_space(num_bytes - sum(job.sizes[target] for target in done))
         end_token_ids = job.source.write_tokenizer(writer.folder)
         if not (writer.folder / "tokenizer_config.json").exists() and not (writer.folder / "tokenizer.json").exists():
             logger.warning("%s has no tokenizer files: the checkpoint will take token ids only", job.source.path)
-        writer.write_json("config.json", job.source.config)
+        quantization = job.model.quantization
+        stated = {} if quantization is None else {"quantization_config": quantization.to_json()}
+        writer.write_json("config.json", {**job.source.config, **stated})
         if job.source.generation_config is not None:
             writer.write_json("generation_config.json", job.source.generation_config)
-        bar = Progress(len(sizes), num_bytes, enabled=progress)
+        bar = Progress(len(job.sizes), num_bytes, enabled=progress)
         for entry in job.plan.entries:
             interruption.check()
-            if entry.target in done:
-                bar.advance(sizes[entry.target])
-                continue
-            buffer = writer.allocate(job.plan.shapes[entry.target], dtype)
-            for part in entry.parts:
-                fill(buffer, part, job.source)
-            writer.submit(entry.target, buffer)
-            bar.advance(sizes[entry.target])
-            del buffer
+            _write_entry(job, entry, writer, bar, done)
         bar.close()
         files = hasher.result()
         interruption.check()
@@ -200,24 +208,66 @@ def _write(job: _Job, output: Path, *, overwrite: bool, progress: bool, resume: 
             "source": {"kind": job.source.kind, "name": job.name, "files": files},
             "architecture": job.model.architecture,
             "dtype": job.dtype,
-            "quantization": None,
+            "num_params": sum(map(math.prod, job.plan.shapes.values())),
+            "quantization": None if quantization is None else quantization_facts(quantization),
             "end_token_ids": sorted(end_token_ids | _declared_end_ids(job.source)),
             "verification": None,
         }, (lambda folder: _verify(job, folder, interruption)) if verify_logits else None)
     return num_bytes
 
 
-def _verify(job: _Job, folder: Path, interruption: Interruption) -> dict[str, Any]:
-    result = verify.compare(job.source, folder)
+def _write_entry(job: Job, entry: Entry, writer: CheckpointWriter, bar: Progress, done: frozenset[str]) -> None:
+    """Queues one parameter, or those of one quantised module."""
+    if entry.parts[0].source in job.packed:
+        module = module_of(entry.target)
+        names = [name for name in job.sizes if name.rpartition(".")[0] == module and not name.endswith(".bias")]
+        if not done.issuperset(names):
+            assert job.scheme is not None and job.model.quantization is not None
+            quant_format = job.model.quantization.format_of(module)
+            assert quant_format is not None, module
+            shape = job.plan.shapes[entry.target]
+            matrix = fuse(job.source, job.scheme, entry, shape, job.packed, quant_format)
+            for name, value in matrix_params(module, matrix, out_shape=shape).items():
+                if name not in done:
+                    buffer = writer.allocate(value.shape, value.dtype)
+                    buffer[...] = value
+                    writer.submit(name, buffer)
+    else:
+        names = [entry.target]
+        if entry.target not in done:
+            buffer = writer.allocate(job.plan.shapes[entry.target], DTYPES[job.dtype])
+            for part in entry.parts:
+                fill(buffer, part, job.source)
+            writer.submit(entry.target, buffer)
+    for name in names:
+        bar.advance(job.sizes[name])
+
+
+def _verify(job: Job, folder: Path, interruption: Interruption) -> dict[str, Any]:
+    result = verify.compare(plain_source(job), folder)
     interruption.check()
     return result
 
 
-def _fingerprint(job: _Job) -> str:
+def plain_source(job: Job) -> Source:
+    """The source, with float32 weights in the place of quantised ones."""
+    if job.scheme is None:
+        return job.source
+    shapes = {part.source: part.source_shape(job.plan.shapes[entry.target])
+              for entry in job.plan.entries for part in entry.parts if part.source in job.packed}
+    return DequantizedSource(job.source, job.scheme, job.packed, shapes)
+
+
+def _described(job: Job) -> str:
+    return job.dtype if job.model.quantization is None else f"{job.dtype} and {job.model.quantization.weights}"
+
+
+def _fingerprint(job: Job) -> str:
     """Everything that decides what is written; a source file counts by size and time of change."""
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in job.source.files]
     shapes = {target: list(shape) for target, shape in job.plan.shapes.items()}
-    return json.dumps([jaxinfer.__version__, LAYOUT_VERSION, job.model.architecture, job.dtype, files, shapes])
+    quantization = None if job.model.quantization is None else quantization_facts(job.model.quantization)
+    return json.dumps([jaxinfer.__version__, LAYOUT_VERSION, job.model.architecture, job.dtype, quantization, files, shapes])
 
 
 def _declared_end_ids(source: Source) -> frozenset[int]:

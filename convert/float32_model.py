@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.dequantized import DequantizedSource
 from convert.source import Source
 from jaxinfer.errors import UnsupportedModelError
 
@@ -47,7 +48,7 @@ class Float32Model:
 
     Args:
       source: the opened checkpoint.
-      dtype: the conversion's dtype, to which every weight is rounded before it is used in float32.
+      dtype: the conversion's dtype, to which every weight is rounded before it is used in float32; quantised ones are not.
       num_tokens: length of the rows that will be asked for.
 
     Raises:
@@ -60,6 +61,7 @@ class Float32Model:
         if architecture not in FAMILIES:
             raise UnsupportedModelError(f"--verify is not implemented for {architecture}, only for {', '.join(FAMILIES)}: convert without it")
         self._source, self._dtype, self._names, self._config = source, dtype, FAMILIES[architecture], config
+        self._exact = source.exact if isinstance(source, DequantizedSource) else frozenset()
         self._num_heads = int(self._get("num_attention_heads", "n_head"))
         self.dim = source.tensors[f"{self._names.embedding}.weight"].shape[1]
         self._head_dim = int(self._get("head_dim", "kv_channels", default=self.dim // self._num_heads))
@@ -89,7 +91,8 @@ class Float32Model:
 
     def _rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tensor, rounded to the conversion's dtype, in float32."""
-        return self._source.read_rows(name, start, stop).astype(self._dtype).astype(np.float32)
+        rows = self._source.read_rows(name, start, stop)
+        return (rows if name in self._exact else rows.astype(self._dtype)).astype(np.float32)
 
     def _vector(self, name: str) -> np.ndarray:
         return self._rows(name, 0, self._source.tensors[name].shape[0])

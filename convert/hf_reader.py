@@ -25,7 +25,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
                    "tokenizer.model", "chat_template.jinja", "chat_template.json", "qwen.tiktoken")
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-CONFIG_FILES = ("config.json", "generation_config.json")
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where older quantisers put what config.json now has as quantization_config -> its quant_method."""
+CONFIG_FILES = ("config.json", "generation_config.json", *QUANTIZATION_FILES)
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 
 
@@ -47,13 +49,14 @@ class HFSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_json(path / "config.json")
+        quantization_files = _add_quantization(path, self.config)
         generation = path / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else None
         shards, index_files = _open_shards(path)
         self._shard_of = {name: shard for shard in shards for name in shard.tensors}
         self.tensors: Mapping[str, TensorInfo] = {name: shard.tensors[name] for name, shard in self._shard_of.items()}
-        self.natural_dtype = dominant_dtype(self.tensors.values(), DTYPE_NAMES, "float32")
-        self.files: tuple[Path, ...] = (path / "config.json", *index_files, *(shard.path for shard in shards))
+        self.natural_dtype = dominant_dtype((info for info in self.tensors.values() if info.is_float), DTYPE_NAMES, "float32")
+        self.files: tuple[Path, ...] = (path / "config.json", *quantization_files, *index_files, *(shard.path for shard in shards))
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a tensor, as a view into the mapped shard."""
@@ -66,6 +69,15 @@ class HFSource:
                 shutil.copyfile(self.path / name, folder / name)
         _check_tokenizer(folder / "tokenizer.json")
         return tokenizer_end_ids(folder)
+
+
+def _add_quantization(path: Path, config: dict[str, Any]) -> list[Path]:
+    """Gives a config without quantization_config that of an older quantiser's own file; returns the file."""
+    found = [name for name in QUANTIZATION_FILES if (path / name).is_file()]
+    if config.get("quantization_config") is not None or not found:
+        return []
+    config["quantization_config"] = {"quant_method": QUANTIZATION_FILES[found[0]], **read_json(path / found[0])}
+    return [path / found[0]]
 
 
 def _check_tokenizer(path: Path) -> None:

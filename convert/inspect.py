@@ -14,11 +14,13 @@ from typing import Any
 
 from absl import app, flags
 
+from convert.formats import read_scheme
 from convert.hf_reader import INDEX, PICKLE, PICKLE_INDEX, tokenizer_end_ids
 from convert.source import Source, read_json
 from jaxinfer import cli
 from jaxinfer.checkpoint import MANIFEST, read_manifest
 from jaxinfer.errors import CheckpointError, JaxInferError
+from jaxinfer.quant import QUANT_METHOD, read_quant_config
 
 CODES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 CONFIG_KEYS = {
@@ -160,9 +162,10 @@ def _describe(facts: Facts) -> list[str]:
     stored = {name: next((config[key] for key in keys if config.get(key) is not None), None) for name, keys in CONFIG_KEYS.items()}
     sizes_text = ", ".join(f"{name} {value}" for name, value in stored.items() if value is not None)
     ends = "; ".join(f"{where} {ids}" for where, ids in facts.end_token_ids.items())
+    words = "" if config.get("quantization_config") is None else " numbers, a word of packed integers being one,"
     rows = {
         "path": facts.path, "kind": facts.kind, "architecture": ", ".join(map(str, _architectures(config))) or "none", "shape": sizes_text,
-        "parameters": f"{sum(sizes.values()):,} in {len(facts.tensors)} tensors, {facts.num_bytes / 1e6:,.1f} MB",
+        "parameters": f"{sum(sizes.values()):,}{words} in {len(facts.tensors)} tensors, {facts.num_bytes / 1e6:,.1f} MB",
         "tensors": ", ".join(f"{dtype} {counts[dtype]} ({sizes[dtype] / max(1, sum(sizes.values())):.1%})" for dtype, _ in sizes.most_common()),
         "quantisation": _quantisation(facts), "tied": _tied(facts), "end tokens": ends or "none declared", "rope": _rope(config),
         "context": config.get("max_position_embeddings", config.get("n_positions", "not stated")),
@@ -180,9 +183,26 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
 def _quantisation(facts: Facts) -> str:
     declared = facts.config.get("quantization_config")
     if declared is not None:
-        return str(declared.get("quant_method", "declared") if isinstance(declared, dict) else declared)
+        return _declared_quantisation(facts.config)
     types = sorted({dtype for shape, dtype in facts.tensors.values() if len(shape) > 1 and dtype not in (*CODES, *CODES.values())})
     return "GGML " + ", ".join(types) if types else "none"
+
+
+def _declared_quantisation(config: Mapping[str, Any]) -> str:
+    """What a quantization_config says, in words; only its method where the rest is not read."""
+    declared = config["quantization_config"]
+    method = declared.get("quant_method") if isinstance(declared, dict) else declared
+    try:
+        if method == QUANT_METHOD:
+            own = read_quant_config(declared)
+            apart = f"; {len(own.exceptions)} modules otherwise" if own.exceptions else ""
+            return f"{own.method}, {own.weights}{apart}"
+        scheme = read_scheme(config)
+    except JaxInferError:
+        return str(method)
+    assert scheme is not None
+    skipped = f"; not quantised: {', '.join(pattern.pattern for pattern in scheme.skipped)}" if scheme.skipped else ""
+    return f"{scheme}{skipped}"
 
 
 def _tied(facts: Facts) -> str:
@@ -246,9 +266,11 @@ def _refusal(config: Mapping[str, Any]) -> str | None:
     """Why the config is refused, None when it is not."""
     from jaxinfer.models.registry import read_model_config
 
-    if config.get("quantization_config") is not None:
-        return "its weights are quantised in a form that conversion does not read"
+    declared = _dict(config.get("quantization_config"))
     try:
+        if declared.get("quant_method") != QUANT_METHOD:
+            read_scheme(config)
+            config = {name: value for name, value in config.items() if name != "quantization_config"}
         read_model_config(config)
     except JaxInferError as error:
         return str(error)

@@ -9,10 +9,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
+from convert.formats.scheme import TensorSpec
 from convert.source import Source, TensorInfo
 from jaxinfer.errors import CheckpointError
 
@@ -72,40 +74,44 @@ class Plan:
     """Target -> shape."""
     ignored: tuple[str, ...]
     """Source tensors that carry nothing."""
+    zero_biases: tuple[str, ...]
+    """Source tensors that must hold zeros: biases of quantised matrices that the model has not."""
     tied_copies: tuple[tuple[str, str], ...]
     """(source tensor, source tensor that it must equal): stored twice in the source, once in the result."""
 
 
 def make_plan(source: Source, entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], *, architecture: str,
-              tied: tuple[str, str] | None) -> Plan:
+              tied: tuple[str, str] | None, packed: Mapping[str, Mapping[str, TensorSpec]] = MappingProxyType({})) -> Plan:
     """Checks that source, table and model agree, tensor by tensor and shape by shape, reading no weight.
 
     Args:
       source: the opened checkpoint.
       entries: the family's table.
-      shapes: every parameter of the model, from its abstract parameters.
+      shapes: every parameter of the model, from its abstract parameters; of quantised weights as if they were not.
       architecture: named in messages.
       tied: for a model with tied embeddings (head, embedding), source names of which the first may be a redundant copy; else None.
+      packed: weight that the source does not hold -> the tensors that it holds in its place (convert/quantized.py).
 
     Raises:
       CheckpointError: naming every source tensor that is missing, unknown, misshapen or used twice and every parameter that is never
         set, set twice or not filled.
     """
     problems = _check_targets(entries, shapes)
-    problems += _check_sources(source.tensors, entries, shapes, tied)
-    used = {part.source for entry in entries for part in entry.parts}
+    problems += _check_sources(source.tensors, entries, shapes, tied, packed)
+    used = {name for entry in entries for part in entry.parts for name in packed.get(part.source, (part.source,))}
     left = [name for name in source.tensors if name not in used]
+    zero_biases = tuple(name for name in left if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in packed)
     ignored = tuple(name for name in left if any(pattern.fullmatch(name) for pattern in IGNORABLE))
     copies = tuple(tied for name in left if tied is not None and name == tied[0])
     for name in left:
-        if name not in ignored and (tied is None or name != tied[0]):
+        if name not in ignored and name not in zero_biases and (tied is None or name != tied[0]):
             problems.append(f"unknown tensor {source.tensors[name].origin}: {architecture} has no parameter for it")
     if problems:
         shown = "".join(f"\n  - {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN])
         more = f"\n  - and {len(problems) - MAX_PROBLEMS_SHOWN} more" if len(problems) > MAX_PROBLEMS_SHOWN else ""
         raise CheckpointError(f"{source.path} is not a complete {architecture}, {len(problems)} problems:{shown}{more}\n"
                               "nothing was written; fetch or repair the source, or correct its config")
-    return Plan(entries=tuple(entries), shapes=dict(shapes), ignored=ignored, tied_copies=copies)
+    return Plan(entries=tuple(entries), shapes=dict(shapes), ignored=ignored, zero_biases=zero_biases, tied_copies=copies)
 
 
 def _check_targets(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -124,7 +130,7 @@ def _check_targets(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...
 
 
 def _check_sources(tensors: Mapping[str, TensorInfo], entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]],
-                   tied: tuple[str, str] | None) -> list[str]:
+                   tied: tuple[str, str] | None, packed: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
     """Every source tensor that the table names is there, with the right shape, and used once."""
     problems, user = [], dict[str, str]()
     for entry in entries:
@@ -132,6 +138,9 @@ def _check_sources(tensors: Mapping[str, TensorInfo], entries: Sequence[Entry], 
             if part.source in user:
                 problems.append(f"tensor {part.source} is used by both {user[part.source]} and {entry.target}")
             user[part.source] = entry.target
+            if part.source in packed:
+                problems += _check_packed(tensors, entry.target, packed[part.source])
+                continue
             info = tensors.get(part.source)
             if info is None:
                 problems.append(f"missing tensor {part.source}, needed for {entry.target}" + _hint(part.source, tied))
@@ -140,6 +149,20 @@ def _check_sources(tensors: Mapping[str, TensorInfo], entries: Sequence[Entry], 
             elif entry.target in shapes and info.shape != part.source_shape(shapes[entry.target]):
                 problems.append(f"tensor {info.origin} has shape {list(info.shape)}, the config asks for "
                                 f"{list(part.source_shape(shapes[entry.target]))}")
+    return problems
+
+
+def _check_packed(tensors: Mapping[str, TensorInfo], target: str, specs: Mapping[str, TensorSpec]) -> list[str]:
+    """What stands for a quantised weight is there, with the right types and shapes."""
+    problems = []
+    for name, spec in specs.items():
+        info = tensors.get(name)
+        if info is None:
+            problems.append(f"missing tensor {name}, needed for {target}, which the quantization_config says is quantised")
+        elif info.dtype not in spec.dtypes:
+            problems.append(f"tensor {info.origin} has dtype {info.dtype}; the quantised format needs {' or '.join(spec.dtypes)}")
+        elif info.shape != spec.shape:
+            problems.append(f"tensor {info.origin} has shape {list(info.shape)}, config and quantization_config ask for {list(spec.shape)}")
     return problems
 
 
@@ -163,6 +186,15 @@ def check_tied_copies(source: Source, plan: Plan) -> None:
             raise CheckpointError(
                 f"{source.path} says that its embeddings are tied, but {info.origin} differs from {source.tensors[original].origin}: "
                 "set tie_word_embeddings to false in its config, or remove the tensor")
+
+
+def check_zero_biases(source: Source, plan: Plan) -> None:
+    """Raises CheckpointError for a bias that the model has not and that is not zero; quantisers write zeros there."""
+    for name in plan.zero_biases:
+        info = source.tensors[name]
+        if not info.is_float or source.read_rows(name, 0, info.shape[0]).astype(np.float32).any():
+            raise CheckpointError(f"{source.path}: {info.origin} holds a bias that this architecture has not, and that is not zero: the "
+                                  "checkpoint is of another model, or damaged")
 
 
 def row_blocks(shape: tuple[int, ...], unit: int) -> list[tuple[int, int]]:

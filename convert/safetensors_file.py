@@ -23,6 +23,8 @@ FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
 }
+INTEGER_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I8": np.dtype("i1")}
+"""Types of packed weights and their indices, which are read as they are."""
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
               "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 
@@ -49,11 +51,11 @@ class SafetensorsFile:
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) as a view into the mapped file."""
         info = self.tensors[name]
-        assert info.is_float, f"{name} has dtype {info.dtype}"
+        assert info.is_float or info.dtype in INTEGER_DTYPES, f"{name} has dtype {info.dtype}"
         row_bytes = ITEM_BYTES[info.dtype] * math.prod(info.shape[1:])
         begin = self._data_start + self._offsets[name] + start * row_bytes
         raw = self._map[begin:begin + (stop - start) * row_bytes]
-        return raw.view(FLOAT_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
+        return raw.view((FLOAT_DTYPES | INTEGER_DTYPES)[info.dtype]).reshape(stop - start, *info.shape[1:])
 
 
 class SafetensorsWriter:

@@ -51,7 +51,8 @@ class Source(Protocol):
     """The dtype of `--dtype=auto`."""
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) along the first axis, as a floating-point array of shape [stop - start, *shape[1:]].
+        """Rows [start, stop) along the first axis, as an array of shape [stop - start, *shape[1:]]: floating point, or the integers of
+        a quantised weight where the format holds them (safetensors does).
 
         The result may be a view into a mapped file: it must not be written to.
         """

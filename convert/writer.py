@@ -144,7 +144,7 @@ class CheckpointWriter:
             for path in sorted(file for file in (self.folder / PARAMS).rglob("*") if file.is_file()):
                 params_files[str(path.relative_to(self.folder))] = {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
             num_params = sum(math.prod(tensor["shape"]) for tensor in self._tensors.values())
-            manifest = {"format": FORMAT, "layout_version": LAYOUT_VERSION, **facts, "num_params": num_params, "tensors": self._tensors,
+            manifest = {"format": FORMAT, "layout_version": LAYOUT_VERSION, "num_params": num_params, **facts, "tensors": self._tensors,
                         "params_files": params_files}
             if verify is not None:
                 self.write_json(MANIFEST, manifest)

@@ -28,6 +28,8 @@ LAYOUT_VERSION = 1
 MANIFEST = "manifest.json"
 PARAMS = "params"
 DTYPES = ("bfloat16", "float16", "float32")
+INTEGER_DTYPES = ("int16", "int32")
+"""Of packed integers and permutations: see jaxinfer/quant.py."""
 CHUNK_BYTES = 1 << 22
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -179,7 +181,7 @@ def _check_schema(folder: Path, manifest: Any) -> None:
 
 
 def _is_tensor(spec: Any) -> bool:
-    return (isinstance(spec, dict) and spec.get("dtype") in DTYPES and isinstance(spec.get("shape"), list)
+    return (isinstance(spec, dict) and spec.get("dtype") in (*DTYPES, *INTEGER_DTYPES) and isinstance(spec.get("shape"), list)
             and all(type(size) is int and size > 0 for size in spec["shape"]))
 
 

@@ -1,7 +1,7 @@
 """What an engine would run with, and why: resolved settings, kernel table, buckets, memory plan. Loads no weights, compiles nothing.
 
   python -m jaxinfer.explain --model=DIR [--gpu=a100-40gb|a100-80gb|h100|h200]
-  python -m jaxinfer.explain --shape=Q --gpu=a100-80gb --max_model_len=8192
+  python -m jaxinfer.explain --shape=Q --quantization=int4 --gpu=a100-80gb --max_model_len=8192
 
 A .gguf file or a Hugging Face folder is converted first, into the folder that generate would use; later runs find it there.
 """
@@ -19,11 +19,12 @@ from jaxinfer import cli
 from jaxinfer.checkpoint import read_manifest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import GPUS, Hardware, attached, named_gpu
-from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, resolve, running_dtype
+from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, matmul_choices, resolve, running_dtype
 from jaxinfer.errors import ConfigError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
-from jaxinfer.models.shapes import SHAPES
+from jaxinfer.models.shapes import SHAPES, quantized
+from jaxinfer.quant import FORMATS
 from jaxinfer.source import converted_checkpoint
 from jaxinfer.state import StepLayout
 
@@ -31,17 +32,20 @@ _CHOSEN = {"token_buckets": "Buckets", "batch_buckets": "Buckets", "attention_im
 """Settings that are left to the engine -> the block that shows what it chose."""
 
 
-def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None) -> ResolvedConfig:
-    """The resolved configuration of a checkpoint, or of a named shape in bfloat16, on attached or absent hardware.
+def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None, quantization: str | None = None) -> ResolvedConfig:
+    """The resolved configuration of a checkpoint, or of a named shape in bfloat16 or quantised, on attached or absent hardware.
 
     Raises:
-      ConfigError: an unknown shape, or settings that contradict the model.
+      ConfigError: an unknown shape, a quantisation of what is no shape, or settings that contradict the model.
       CheckpointError, CapacityError: as for LLM.
     """
+    if quantization is not None and shape is None:
+        raise ConfigError(f"quantization = {quantization!r}: only a shape can be planned quantised; a checkpoint says itself what it is.")
     if shape is not None:
         if shape not in SHAPES:
             raise ConfigError(f"shape = {shape!r}: must be one of {', '.join(SHAPES)}.")
-        model, dtype, valid = SHAPES[shape], "bfloat16", SHAPES[shape].vocab_size
+        model = SHAPES[shape] if quantization is None else quantized(SHAPES[shape], quantization)
+        dtype, valid = "bfloat16", model.vocab_size
     else:
         path = converted_checkpoint(config.model, dtype=config.dtype)
         model, dtype, valid = _read(path)
@@ -70,6 +74,7 @@ def _settings(r: ResolvedConfig) -> str:
     derived = {
         "model": f"{m.architecture}: {m.num_layers} layers, D {m.dim}, {m.num_heads}/{m.num_kv_heads} heads of {m.head_dim}, F {m.mlp_dim}, "
                  f"V {m.vocab_size} ({r.num_valid_tokens} can be sampled)",
+        "quantization": "none" if m.quantization is None else f"{m.quantization.method}: {m.quantization.weights}",
         "hardware": f"{r.hardware.name}, {r.hardware.memory_bytes / 1e9:.1f} GB to plan with",
         "dtype": str(r.dtype), "kv_dtype": str(r.kv_dtype), "max_model_len": r.max_model_len, "max_num_seqs": r.max_num_seqs,
         "max_num_batched_tokens": r.max_num_batched_tokens, "page_size": r.page_size, "num_pages": r.num_pages,
@@ -84,6 +89,10 @@ def _kernels(r: ResolvedConfig) -> str:
     for layout in r.layouts:
         kind = "decode" if layout.decode_only else "prefill and mixed"
         lines.setdefault(f"{kind}: {attention_choice(r, layout)}", []).append(_name(layout))
+    if r.model.quantization is not None:
+        for layout in r.layouts:
+            for line in matmul_choices(r, layout):
+                lines.setdefault(line, []).append(_name(layout))
     return "Kernels\n" + "\n".join(f"  {line}\n      buckets {', '.join(names)}" for line, names in lines.items())
 
 
@@ -127,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("shape", None, f"A named shape with no checkpoint: {', '.join(SHAPES)}.", flag_values=values, module_name="What")
     flags.DEFINE_enum("gpu", None, list(GPUS), "Plan for this GPU instead of the attached device.", flag_values=values, module_name="What")
+    flags.DEFINE_enum("quantization", None, list(FORMATS), "Plan the named shape with its projections quantised so.", flag_values=values,
+                      module_name="What")
     cli.define_engine_flags(values)
     return cli.run(lambda _: _run(values), values, argv, __doc__)
 
@@ -135,7 +146,7 @@ def _run(values: flags.FlagValues) -> None:
     config, shape, gpu = cli.engine_config(values), values["shape"].value, values["gpu"].value
     if bool(config.model) == (shape is not None):
         raise app.UsageError("give exactly one of --model and --shape.")
-    print(explain(plan(config, attached() if gpu is None else named_gpu(gpu), shape=shape)))
+    print(explain(plan(config, attached() if gpu is None else named_gpu(gpu), shape=shape, quantization=values["quantization"].value)))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,16 @@ from flax import nnx
 
 from jaxinfer.checkpoint import read_manifest, restore_params
 from jaxinfer.config import DTYPES
-from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.layers.attention import DenseContext
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import ParamSpec, abstract_model, bind, read_model_config
+from jaxinfer.quant import QuantFormat
 from jaxinfer.sharding import make_mesh, param_sharding
+
+QUANTIZED_PARAMS = (".packed", ".scales", ".zeros", ".perm")
+"""Last names of parameters whose dtype their format fixes, whatever the model's is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +108,8 @@ def load(path: str | Path, *, dtype: str = "auto") -> LoadedModel:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}.")
     manifest = read_manifest(path)
-    if manifest["quantization"] is not None:
-        raise UnsupportedModelError(f"{path} holds weights quantised as {manifest['quantization']!r}, which cannot be run yet: convert "
-                                    "the unquantised model.")
     config = _read_config(path)
+    _check_quantization(path, config, manifest)
     if config.architecture != manifest["architecture"]:
         raise CheckpointError(f"{path}: manifest.json says {manifest['architecture']}, config.json says {config.architecture}: convert "
                               "the model again.")
@@ -122,17 +124,20 @@ def from_params(config: ModelConfig, params: Mapping[str, jax.Array], *, manifes
 
     Args:
       config: the model.
-      params: exactly the parameters of `abstract_params(config, dtype)`, all of one dtype.
+      params: exactly the parameters of `abstract_params(config, dtype)`, all but those of quantised weights of one dtype.
       manifest: facts about their origin.
       path: where they came from.
 
     Raises:
       CheckpointError: a parameter is missing, unknown, or of the wrong shape, or dtypes are mixed.
     """
-    dtypes = sorted({str(value.dtype) for value in params.values()})
+    dtypes = sorted({str(value.dtype) for name, value in params.items() if not name.endswith(QUANTIZED_PARAMS)})
     if len(dtypes) != 1:
         raise CheckpointError(f"the parameters have the dtypes {dtypes}: give all of them one dtype.")
     graphdef, specs = abstract_model(config, dtypes[0])
+    for name, value in params.items():
+        if name in specs and value.dtype != specs[name].dtype:
+            raise CheckpointError(f"{name} is {value.dtype}, its quantised format needs {specs[name].dtype}: see jaxinfer/quant.py.")
     _check_shapes({name: tuple(value.shape) for name, value in params.items()}, specs)
     return LoadedModel(config=config, graphdef=graphdef, params=dict(params), manifest=dict(manifest or {}), path=path)
 
@@ -141,7 +146,8 @@ def random_model(config: ModelConfig, *, dtype: str, seed: int) -> LoadedModel:
     """A model with random weights made on the default device, for benchmarks and tests.
 
     Matrices are uniform with variance 1 / fan-in, embeddings and biases of size 0.02, norms one: activations stay near one
-    through any number of layers. The same config, dtype and seed give the same weights.
+    through any number of layers. Quantised weights are made packed, with random zero points and scales that give the same variance.
+    The same config, dtype and seed give the same weights.
 
     Args:
       config: the model.
@@ -153,7 +159,14 @@ def random_model(config: ModelConfig, *, dtype: str, seed: int) -> LoadedModel:
     params = {}
     for name, placed in _placed(specs).items():
         salt = np.uint32(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]))
-        params[name] = _uniform(key, salt, _half_width(name, placed.shape), float(name.endswith("norm.weight")), like=placed)
+        module, _, kind = name.rpartition(".")
+        if kind in ("packed", "zeros", "perm"):
+            params[name] = _random_integers(key, salt, kind=kind, bits=_quantized(config, module).bits, like=placed)
+        elif kind == "scales":
+            scale = math.sqrt(1.0 / config.projections()[module]) / _spread(_quantized(config, module))
+            params[name] = _uniform(key, salt, 0.0, scale, like=placed)
+        else:
+            params[name] = _uniform(key, salt, _half_width(name, placed.shape), float(name.endswith("norm.weight")), like=placed)
     return LoadedModel(config=config, graphdef=graphdef, params=params, manifest={}, path=None)
 
 
@@ -163,6 +176,31 @@ def _uniform(key: jax.Array, salt: np.uint32, half_width: float, mean: float, *,
     values = jax.random.uniform(jax.random.fold_in(key, salt), like.shape, like.dtype, minval=-1.0, maxval=1.0)
     values = values * jnp.asarray(half_width, like.dtype) + jnp.asarray(mean, like.dtype)
     return jax.lax.with_sharding_constraint(values, like.sharding)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "bits", "like"))
+def _random_integers(key: jax.Array, salt: np.uint32, *, kind: str, bits: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Packed integers, every bit random; zero points one below or at the middle; or a permutation."""
+    key = jax.random.fold_in(key, salt)
+    if kind == "packed":
+        values = jax.lax.bitcast_convert_type(jax.random.bits(key, like.shape, jnp.uint16), jnp.int16)
+    elif kind == "zeros":
+        values = (2**(bits - 1) - jax.random.bernoulli(key, shape=like.shape)).astype(like.dtype)
+    else:
+        values = jax.random.permutation(key, like.shape[0]).astype(like.dtype)
+    return jax.lax.with_sharding_constraint(values, like.sharding)
+
+
+def _quantized(config: ModelConfig, module: str) -> QuantFormat:
+    """The format of a module that holds packed integers."""
+    found = None if config.quantization is None else config.quantization.format_of(module)
+    assert found is not None, module
+    return found
+
+
+def _spread(quant_format: QuantFormat) -> float:
+    """Root mean square of uniformly random integers minus their zero point."""
+    return math.sqrt((4**quant_format.bits - 1) / 12 + 0.25)
 
 
 def _half_width(name: str, shape: tuple[int, ...]) -> float:
@@ -180,6 +218,19 @@ def _placed(specs: Mapping[str, ParamSpec]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype,
                                        sharding=param_sharding(name, spec.shape, spec.axes, mesh=mesh, device=devices[0]))
             for name, spec in specs.items()}
+
+
+def _check_quantization(path: Path, config: ModelConfig, manifest: Mapping[str, Any]) -> None:
+    """Manifest and config agree on whether weights are quantised, and their integers are packed as this version reads them."""
+    stored, quantization = manifest["quantization"], config.quantization
+    if (stored is None) != (quantization is None):
+        raise CheckpointError(f"{path}: manifest.json says quantization {stored!r:.100}, config.json says {quantization!r:.100}: convert the "
+                              "model again.")
+    if quantization is not None:
+        layouts = quantization.layouts()
+        if stored.get("layouts") != layouts:
+            raise CheckpointError(f"{path} holds integers packed as {stored.get('layouts')!r}, this version reads {layouts!r}: convert the "
+                                  "model again.")
 
 
 def _read_config(path: Path) -> ModelConfig:

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rotary import RotaryAngles, rotate
+from jaxinfer.quant import FormatOf, not_quantised
 from jaxinfer.state import KVCache
 from pallas_kernels import ragged_paged_attention, rotary_kv_write
 
@@ -123,14 +124,15 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, sliding_window: int | None, qkv_bias: bool,
-                 output_bias: bool, qk_norm_eps: float | None, stacked_qkv: bool, dtype: jnp.dtype):
+                 output_bias: bool, qk_norm_eps: float | None, stacked_qkv: bool, dtype: jnp.dtype, quant: FormatOf = not_quantised):
         group = num_heads // num_kv_heads
         shape: tuple[int, ...] = (3, num_heads, head_dim) if stacked_qkv else (num_kv_heads, group + 2, head_dim)
         axes = (None, None, "kv_heads", None) if stacked_qkv else (None, "kv_heads", None, None)
-        self.qkv = Linear(dim, shape, axes=axes, bias=qkv_bias, dtype=dtype)
+        self.qkv = Linear(dim, shape, axes=axes, bias=qkv_bias, dtype=dtype, quant=quant("qkv"))
         self.query_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         self.key_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
-        self.output = Linear(num_heads * head_dim, (dim,), axes=("heads", None), bias=output_bias, dtype=dtype)
+        self.output = Linear(num_heads * head_dim, (dim,), axes=("heads", None), bias=output_bias, dtype=dtype,
+                             quant=quant("output"))
         self.head_dim = head_dim
         self.sliding_window = sliding_window
         self.stacked_qkv = stacked_qkv

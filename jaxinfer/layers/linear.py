@@ -1,13 +1,18 @@
 """Matrix products with weights: the one function through which every projection goes, and its module.
 
-Nothing else in the model multiplies by a weight matrix, so a new weight format is served here and nowhere else.
+Nothing else in the model multiplies by a weight matrix, so a new weight format is served here (through layers/quantized.py) and nowhere
+else.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxinfer.layers.quantized import QuantTensor, param_specs
+from jaxinfer.quant import QuantFormat
 
 CPU_LEAST_ROWS = 2
 """XLA's CPU backend multiplies one bfloat16 row 8 to 10 times slower than two (896 x 9728: 18 ms against 2.3 ms)."""
@@ -59,14 +64,48 @@ def _product(x: jax.Array, weight: jax.Array, *, weight_dim: int, out_dtype: jnp
 
 
 class Linear(nnx.Module):
-    """Holds weight [in, *out] and, where the family has one, bias [*out]."""
+    """Holds weight [in, *out], or what stands for it where it is quantised, and, where the family has one, bias [*out]."""
 
-    def __init__(self, in_dim: int, out_dims: tuple[int, ...], *, axes: tuple[str | None, ...], bias: bool, dtype: jnp.dtype):
-        """axes: logical axes of (in, *out), see jaxinfer/sharding.py."""
+    packed: nnx.Param[jax.Array]
+    scales: nnx.Param[jax.Array]
+    zeros: nnx.Param[jax.Array]
+    perm: nnx.Param[jax.Array]
+
+    def __init__(self, in_dim: int, out_dims: tuple[int, ...], *, axes: tuple[str | None, ...], bias: bool, dtype: jnp.dtype,
+                 quant: QuantFormat | None = None):
+        """Makes the parameters, zero.
+
+        Args:
+          in_dim: inputs.
+          out_dims: dimensions of an output.
+          axes: logical axes of (in, *out), see jaxinfer/sharding.py.
+          bias: whether there is one.
+          dtype: of weight and bias.
+          quant: the weight's format; None is a plain array.
+        """
         assert len(axes) == 1 + len(out_dims), (axes, out_dims)
-        self.weight = nnx.Param(jnp.zeros((in_dim, *out_dims), dtype), axes=axes)
+        self.weight = nnx.Param(jnp.zeros((in_dim, *out_dims), dtype), axes=axes) if quant is None else None
         self.bias = nnx.Param(jnp.zeros(out_dims, dtype), axes=axes[1:]) if bias else None
+        self.out_dims = out_dims
+        self.quant = quant
+        if quant is not None:
+            self._add_quantized(quant, in_dim, axes)
+
+    def _add_quantized(self, quant: QuantFormat, in_dim: int, axes: tuple[str | None, ...]) -> None:
+        """The parameters of jaxinfer/quant.py. Outputs lie flat, so they are split over devices only by their first dimension."""
+        specs = param_specs(quant, num_inputs=in_dim, num_outputs=math.prod(self.out_dims))
+        groups_axis = None if quant.group_size is None else axes[0]
+        layouts = {"packed": (axes[1], axes[0], None, None), "scales": (groups_axis, axes[1]), "zeros": (groups_axis, axes[1]),
+                   "perm": (None,)}
+        for name, spec in specs.items():
+            setattr(self, name, nnx.Param(jnp.zeros(spec.shape, spec.dtype), axes=layouts[name]))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, in] -> [T, *out]."""
-        return matmul(x, self.weight[...], bias=None if self.bias is None else self.bias[...])
+        bias = None if self.bias is None else self.bias[...]
+        if self.quant is None:
+            assert self.weight is not None
+            return matmul(x, self.weight[...], bias=bias)
+        weight = QuantTensor(packed=self.packed[...], scales=self.scales[...], zeros=self.zeros[...] if self.quant.zero_point else None,
+                             perm=self.perm[...] if self.quant.permuted else None, format=self.quant)
+        return weight.matmul(x, bias=None if bias is None else bias.reshape(-1), out_dtype=x.dtype).reshape(x.shape[0], *self.out_dims)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.layers.linear import Linear
+from jaxinfer.quant import FormatOf, not_quantised
 
 
 class SwiGLU(nnx.Module):
@@ -13,9 +14,9 @@ class SwiGLU(nnx.Module):
     Source: arXiv 2002.05202 eq. 6; `LlamaMLP` in transformers.
     """
 
-    def __init__(self, dim: int, mlp_dim: int, *, dtype: jnp.dtype):
-        self.gate_up = Linear(dim, (2, mlp_dim), axes=(None, None, "mlp"), bias=False, dtype=dtype)
-        self.down = Linear(mlp_dim, (dim,), axes=("mlp", None), bias=False, dtype=dtype)
+    def __init__(self, dim: int, mlp_dim: int, *, dtype: jnp.dtype, quant: FormatOf = not_quantised):
+        self.gate_up = Linear(dim, (2, mlp_dim), axes=(None, None, "mlp"), bias=False, dtype=dtype, quant=quant("gate_up"))
+        self.down = Linear(mlp_dim, (dim,), axes=("mlp", None), bias=False, dtype=dtype, quant=quant("down"))
 
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:

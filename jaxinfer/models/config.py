@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxinfer.errors import UnsupportedModelError
 from jaxinfer.layers.rotary import ROPE_KINDS, RopeConfig
+from jaxinfer.quant import QuantConfig, check_groups
 
 __all__ = ["ConfigReader", "ModelConfig", "RopeConfig"]
 
@@ -54,6 +55,8 @@ class ModelConfig:
     """Tokens that the model was made for."""
     sliding_windows: tuple[int | None, ...]
     """For each layer the keys that a query sees, itself included; None is all before it."""
+    quantization: QuantConfig | None = None
+    """Which projections hold packed integers, and how; None is none of them. A family's config does not say: see read_model_config."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_position_embeddings"):
@@ -66,6 +69,36 @@ class ModelConfig:
         _require(_is_positive(self.norm_eps), "norm_eps", self.norm_eps, "a finite number > 0")
         _require(all(w is None or w >= 1 for w in self.sliding_windows), "sliding_windows", self.sliding_windows, "integers >= 1 or None")
         assert len(self.sliding_windows) == self.num_layers, (len(self.sliding_windows), self.num_layers)
+        if self.quantization is not None:
+            check_quantization(self.quantization, self.projections())
+
+    def projections(self) -> dict[str, int]:
+        """Every module that can be quantised -> K, its inputs."""
+        inputs = {"attention.qkv": self.dim, "attention.output": self.num_heads * self.head_dim, "mlp.gate_up": self.dim,
+                  "mlp.down": self.mlp_dim}
+        return {f"layers.{i}.{name}": k for i in range(self.num_layers) for name, k in inputs.items()}
+
+
+def check_quantization(quantization: QuantConfig, projections: Mapping[str, int], *, tensor_parallel_size: int = 1) -> None:
+    """Refuses groups that a projection's inputs cannot be split into, and exceptions for modules that the model has not.
+
+    Args:
+      quantization: the config.
+      projections: module -> K, its inputs.
+      tensor_parallel_size: devices that share the inputs of the two projections that are split by them, output and down.
+
+    Raises:
+      UnsupportedModelError: an exception for no projection of the model.
+      ConfigError: groups that do not divide the inputs of a module, or of its share.
+    """
+    unknown = [module for module, _ in quantization.exceptions if module not in projections]
+    if unknown:
+        raise UnsupportedModelError(f"the quantisation names {', '.join(unknown[:5])}, which the model has not or cannot hold quantised: "
+                                    "convert the model again.")
+    for module, num_inputs in projections.items():
+        if (found := quantization.format_of(module)) is not None:
+            split = tensor_parallel_size if module.endswith((".output", ".down")) else 1
+            check_groups(module, num_inputs, found.group_size, tensor_parallel_size=split)
 
 
 IGNORED = frozenset({

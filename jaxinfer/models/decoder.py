@@ -12,6 +12,7 @@ from jaxinfer.layers.mlp import SwiGLU
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rotary import RotaryAngles, rotary_angles
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.quant import format_of
 
 
 class DecoderLayer(nnx.Module):
@@ -22,9 +23,10 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(
             config.dim, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             sliding_window=config.sliding_windows[index], qkv_bias=config.qkv_bias, output_bias=config.output_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None, stacked_qkv=config.stacked_qkv, dtype=dtype)
+            qk_norm_eps=config.norm_eps if config.qk_norm else None, stacked_qkv=config.stacked_qkv, dtype=dtype,
+            quant=format_of(config.quantization, f"layers.{index}.attention"))
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
-        self.mlp = SwiGLU(config.dim, config.mlp_dim, dtype=dtype)
+        self.mlp = SwiGLU(config.dim, config.mlp_dim, dtype=dtype, quant=format_of(config.quantization, f"layers.{index}.mlp"))
         self.index = index
 
     def __call__[C: AttentionContext](self, x: jax.Array, angles: RotaryAngles, context: C) -> tuple[jax.Array, C]:

@@ -12,6 +12,7 @@ from jaxinfer.errors import UnsupportedModelError
 from jaxinfer.models import llama, mistral, qwen1, qwen2, qwen3
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.decoder import Decoder
+from jaxinfer.quant import read_quant_config
 
 MODELS: dict[str, tuple[Callable[[Mapping[str, Any]], ModelConfig], type[Decoder]]] = {
     llama.ARCHITECTURE: (llama.read_config, llama.Llama),
@@ -36,16 +37,20 @@ def read_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The model that a Hugging Face config describes.
 
     Args:
-      hf_config: the contents of config.json.
+      hf_config: the contents of config.json. Its quantization_config must be that of a converted checkpoint: what other libraries
+        quantised is read by convert/formats.
 
     Raises:
       UnsupportedModelError: an unknown architecture, or an attribute that is missing or not implemented.
+      ConfigError: groups of quantised weights that do not divide a module's inputs.
     """
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in list(MODELS):
         raise UnsupportedModelError(f"architectures = {architectures!r} in config.json: exactly one of {', '.join(sorted(MODELS))} "
                                     "is implemented.")
-    return MODELS[architectures[0]][0](hf_config)
+    quantization = hf_config.get("quantization_config")
+    config = MODELS[architectures[0]][0]({name: value for name, value in hf_config.items() if name != "quantization_config"})
+    return config if quantization is None else dataclasses.replace(config, quantization=read_quant_config(quantization))
 
 
 def abstract_model(config: ModelConfig, dtype: Any) -> tuple[nnx.GraphDef[Decoder], dict[str, ParamSpec]]:

@@ -1,7 +1,10 @@
 """Named model shapes for benchmarks and memory plans. Published configs, written out; no weights and no files."""
 
+import dataclasses
+
 from jaxinfer.models import llama, qwen1, qwen2
 from jaxinfer.models.config import ModelConfig, RopeConfig
+from jaxinfer.quant import FORMATS, GROUP_SIZES, QuantConfig, QuantFormat
 
 
 def _qwen2(*, vocab_size: int, num_layers: int, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, mlp_dim: int,
@@ -39,3 +42,16 @@ SHAPES: dict[str, ModelConfig] = {
                    tie_embeddings=True, max_position_embeddings=512),
 }
 """Name -> config."""
+
+
+def quantized(config: ModelConfig, name: str) -> ModelConfig:
+    """The model with every projection in the format of this name, with zero points and the widest groups that divide all inputs.
+
+    Args:
+      config: of an unquantised model.
+      name: a key of jaxinfer.quant.FORMATS.
+    """
+    fitting = [size for size in GROUP_SIZES if all(k % size == 0 for k in config.projections().values())]
+    weights = QuantFormat(bits=FORMATS[name].bits, group_size=max(fitting, default=None), zero_point=True, permuted=False,
+                          scales_dtype="float16")
+    return dataclasses.replace(config, quantization=QuantConfig(method="random", weights=weights))

@@ -11,7 +11,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 D, L, N, K, H, F, V = 64, 2, 4, 2, 32, 96, 272
-CODES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16", np.dtype(np.int8): "I8"}
+CODES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16", np.dtype(np.int8): "I8",
+         np.dtype(np.int32): "I32", np.dtype(np.int64): "I64"}
 QUANT_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "F32")
 
 

@@ -47,9 +47,13 @@ def test_the_fixtures_cover_every_family() -> None:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_round_trip_is_bitwise(tmp_path: Path, name: str) -> None:
     source = FIXTURES / name
-    folder = export(convert(source, tmp_path / "converted", progress=False), tmp_path / "hf", max_shard_bytes=40_000, progress=False)
+    config = json.loads((source / "config.json").read_text())
+    target = config.pop("quantization_config", {}).get("quant_method", "hf")
+    converted = convert(source, tmp_path / "converted", progress=False)
+    folder = export(converted, tmp_path / "hf", target=target, max_shard_bytes=40_000, progress=False)
     assert_equal(tensors_of(folder), tensors_of(source))
-    assert json.loads((folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    written = json.loads((folder / "config.json").read_text())
+    assert written.pop("quantization_config", {}).get("quant_method", "hf") == target and written == config
     for file in ("generation_config.json", "tokenizer_config.json"):
         if (source / file).exists():
             assert json.loads((folder / file).read_text()) == json.loads((source / file).read_text())
@@ -133,5 +137,7 @@ def test_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert_equal(tensors_of(tmp_path / "back"), hf_tensors(config))
     assert main([f"--model={source}", f"--output={tmp_path / 'back'}"]) == 1
     assert main([f"--model={source}"]) == 2
-    assert main([f"--model={source}", f"--output={tmp_path / 'b'}", "--format=awq"]) == 2
-    assert "--output is needed" in capfd.readouterr().err
+    assert main([f"--model={source}", f"--output={tmp_path / 'b'}", "--format=gguf"]) == 2
+    assert main([f"--model={source}", f"--output={tmp_path / 'b'}", "--format=awq"]) == 1
+    errors = capfd.readouterr().err
+    assert "--output is needed" in errors and "holds no quantised weights, which --format=awq writes" in errors

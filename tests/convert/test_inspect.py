@@ -63,7 +63,8 @@ UNUSUAL: dict[str, Callable[[Path], Any]] = {
     "the config names code of its own": lambda f: edit(f, "config.json", hf_config(auto_map={"AutoModel": "x.Y"})),
     "cannot be converted or run: the Qwen2ForCausalLM config has attributes that are not implemented: strange = 1": (
         lambda f: edit(f, "config.json", hf_config(strange=1))),
-    "cannot be converted or run: its weights are quantised": lambda f: edit(f, "config.json", hf_config(quantization_config={"bits": 4})),
+    "cannot be converted or run: quantization_config says quant_method = None": lambda f: edit(
+        f, "config.json", hf_config(quantization_config={"bits": 4})),
     "cannot be converted or run: architectures = None": lambda f: edit(f, "config.json", hf_config(architectures=None)),
 }
 

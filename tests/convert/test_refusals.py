@@ -42,7 +42,7 @@ TENSOR_CASES: dict[str, Callable[[dict[str, Any], dict[str, np.ndarray]], Any]] 
     "q_proj.weight holds NaN or infinity": lambda c, t: t.update({Q_PROJ: np.full((128, 64), np.nan, np.float32)}),
     "embeddings are tied, but lm_head.weight differs": lambda c, t: c.update(tie_word_embeddings=True),
     "has only 27 tensors": lambda c, t: c.update(num_hidden_layers=2**31),
-    "quantised .'awq'.": lambda c, t: c.update(quantization_config={"quant_method": "awq"}),
+    r"quantization_config \(awq\) has no 'bits'": lambda c, t: c.update(quantization_config={"quant_method": "awq"}),
     "GPTNeoXForCausalLM": lambda c, t: c.update(architectures=["GPTNeoXForCausalLM"]),
     "eos_token_id in config.json is 'x'": lambda c, t: c.update(eos_token_id="x"),
     "has no 'rms_norm_eps'": lambda c, t: c.pop("rms_norm_eps"),

@@ -12,7 +12,7 @@ import pytest
 import jaxinfer
 from convert.converter import convert
 from jaxinfer.engine.load import load
-from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from jaxinfer.errors import CheckpointError, ConfigError
 from tests.models.hf_mapping import FIXTURES, NAMES, load_fixture, read_fixture_config
 
 
@@ -65,9 +65,9 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, path):
         load(tmp_path / path)
 
 
-def test_a_quantised_checkpoint_is_refused(copy):
+def test_a_manifest_and_a_config_that_disagree_on_quantisation_are_refused(copy):
     edit(copy / "manifest.json", quantization={"method": "awq"})
-    with pytest.raises(UnsupportedModelError, match="awq"):
+    with pytest.raises(CheckpointError, match="manifest.json says quantization .*awq.*, config.json says None"):
         load(copy)
 
 
