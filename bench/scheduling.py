@@ -1,8 +1,8 @@
 """What the scheduler's choices cost and save, on a modelled device: buckets under a bimodal load, victims in a pool too small.
 
-  python -m bench.scheduling [--name=scheduling] [--seed=0]
+  python -m bench.scheduling [--name=scheduling] [--seed=0] [--output_dir=DIR]
 Plain Python: no model, no device, no jax. A step takes STEP_S + TOKEN_S * tokens, padded to the engine's token buckets, so all
-figures but the host's times follow from the seed. JSON goes to bench/results.
+figures but the host's times follow from the seed. JSON goes to --output_dir.
 """
 
 import dataclasses
@@ -11,14 +11,16 @@ import json
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from bench import report
+from jaxinfer import cli
 from jaxinfer.config import EngineConfig
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.sampling.params import SamplingParams
@@ -192,7 +194,7 @@ def host_times() -> list[dict[str, Any]]:
 
 def write(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
     """As report.write(), which would load jax for its version."""
-    folder = folder or report.RESULTS
+    folder = folder or report.default_folder()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     environment = {"device": f"modelled, on {report.cpu_name()}", "python": platform.python_version(), "commit": report.commit(),
@@ -221,4 +223,12 @@ def measure(seed: int) -> dict[str, Any]:
 if __name__ == "__main__":
     _NAME = flags.DEFINE_string("name", "scheduling", "Name of the JSON file.")
     _SEED = flags.DEFINE_integer("seed", 0, "Of arrivals and lengths.")
-    app.run(lambda argv: print(f"written to {write(_NAME.value, measure(_SEED.value))}"))
+    _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current "
+                                      "one.")
+
+    def main(argv: list[str]) -> None:
+        """Checks the folder before the work."""
+        folder = None if _OUTPUT_DIR.value is None else cli.expanded("output_dir", _OUTPUT_DIR.value)
+        print(f"written to {write(_NAME.value, measure(_SEED.value), folder)}")
+
+    sys.exit(cli.run(main))

@@ -1,7 +1,7 @@
 """Who is admitted when, and the refusal of what no amount of waiting would serve. Plain Python: never imports jax."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxinfer.errors import RequestError
 from jaxinfer.request import Request
@@ -40,6 +40,34 @@ def refuse_what_never_fits(request: Request, *, max_model_len: int, pages: PageA
             "the prompt, lower max_tokens or give the KV cache more memory.")
 
 
+class _PrefillLoad:
+    """What a step has to prefill, by the bucket of what each request has left: of a long prompt with a long hit, not much.
+
+    Args:
+      buckets: with their caps.
+      budget: tokens that the step can take.
+      prefills: requests in prefill already.
+    """
+
+    def __init__(self, buckets: LengthBuckets, budget: int, prefills: Sequence[Request]) -> None:
+        self._buckets = buckets
+        self._budget = budget
+        self._num_tokens, self._num_rows = [0] * len(buckets), [0] * len(buckets)
+        self.takes = set(range(len(buckets)))
+        """Buckets that another request may be started in; the caller may take some out."""
+        for request in prefills:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """Counts a request in prefill."""
+        num_left = request.num_tokens - request.num_computed_tokens
+        bucket = self._buckets.of(num_left)
+        self._num_tokens[bucket] += num_left
+        self._num_rows[bucket] += 1
+        if self._num_tokens[bucket] >= self._budget or self._num_rows[bucket] >= self._buckets.caps[bucket]:
+            self.takes.discard(bucket)
+
+
 class Admission:
     """Starts waiting requests: in the policy's order, by length bucket, where slots and pages allow.
 
@@ -67,6 +95,7 @@ class Admission:
         self._preempt = preempt
         self._needs: dict[str, int] = {}  # pages that those who found no room need
         self._overtakes: Counter[str] = Counter()  # how often those were overtaken
+        self._set_aside: dict[str, list[Request]] = {}  # id of a request in prefill -> those that wait for what it computes
         self.num_prompt_tokens = self.num_cached_tokens = self.num_recomputed_tokens = 0
         """See SchedulerStats."""
 
@@ -74,38 +103,46 @@ class Admission:
         """Starts waiting requests in the policy's order while slots and pages allow and there is work for the step in none.
 
         Nobody overtakes the first of a bucket. Requests of other buckets may, where the first's bucket has all that the step
-        can take or that its cap allows; and a few of them where it finds no pages.
+        can take or that its cap allows; and a few of them where it finds no pages. One that begins like another in prefill is set
+        aside until that one has computed what they share (so the n completions of a prompt compute it once).
         """
+        self._bring_back(prefills)
         if not len(self._waiting) or not self._running.has_free_slot or draft.budget == 0:
             return
-        left = [r.num_tokens - r.num_computed_tokens for r in prefills]
-        num_tokens, num_rows = [0] * len(self._buckets), [0] * len(self._buckets)
-        for n in left:
-            num_tokens[self._buckets.of(n)] += n
-            num_rows[self._buckets.of(n)] += 1
-        takes = {b for b, cap in enumerate(self._buckets.caps) if num_tokens[b] < draft.budget and num_rows[b] < cap}
+        load = _PrefillLoad(self._buckets, draft.budget, prefills)
         roomless: list[Request] = []
         num_reserved = self._num_reserved(prefills)
         while self._running.has_free_slot:
-            request = self._waiting.first(takes)
+            request = self._waiting.first(load.takes)
             if request is None or request.num_in_flight > 0:  # preempted, and its last tokens are not known yet
                 return
             bucket = self._waiting.bucket(request)
+            awaited = self._prefix_cache.awaited(request, prefills)
+            if awaited is not None:
+                self._waiting.set_aside(request)
+                self._set_aside.setdefault(awaited.request_id, []).append(request)
+                continue
             hit = self._find_room(request, num_reserved=num_reserved)
             if hit is None:
                 if not self._overtakes[request.request_id] < MAX_OVERTAKES:
                     return
                 roomless.append(request)
-                takes.remove(bucket)
-                continue
-            self._overtakes.update(r.request_id for r in roomless)
-            self._start(request, hit, draft)
-            prefills.append(request)
-            num_reserved += max(1, self._num_missing(request))
-            num_rows[bucket] += 1
-            num_tokens[bucket] += request.num_tokens - request.num_computed_tokens
-            if num_tokens[bucket] >= draft.budget or num_rows[bucket] >= self._buckets.caps[bucket]:
-                takes.remove(bucket)
+                load.takes.remove(bucket)
+            elif self._buckets.of(request.num_tokens - hit.num_tokens) not in load.takes:
+                load.takes.remove(bucket)  # the step has no place for what the hit leaves
+            else:
+                self._overtakes.update(r.request_id for r in roomless)
+                self._start(request, hit, draft)
+                prefills.append(request)
+                num_reserved += max(1, self._num_missing(request))
+                load.add(request)
+
+    def _bring_back(self, prefills: Sequence[Request]) -> None:
+        """Those whose wait for another's prefill is over, by its end or by the other's, may be admitted again."""
+        if self._set_aside:
+            for request_id in self._set_aside.keys() - {r.request_id for r in prefills}:
+                for request in self._set_aside.pop(request_id):
+                    self._waiting.bring_back(request)
 
     def interrupt(self, draft: Draft) -> None:
         """Starts the first waiting requests while they outrank a running one; those outranked give way where that makes room."""

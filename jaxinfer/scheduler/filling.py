@@ -3,7 +3,7 @@
 Admits nobody; whom it takes pages from is RunningSet's choice. Plain Python: never imports jax.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxinfer.request import Request, RequestStatus
 from jaxinfer.scheduler.buckets import LengthBuckets
@@ -41,10 +41,30 @@ class StepFiller:
             end = request.num_tokens + num_in_flight
             if end - start != 1 or end >= request.max_total_len or request.status is not RequestStatus.RUNNING:
                 continue  # in prefill, or its last token is in flight, or just preempted
+            if num_in_flight and request.waits_for_tokens:
+                continue  # others go on
             if start == len(request.pages) * page_size and self._grow(request, end, draft) < end:
                 continue  # no page for it; those admitted before go on
             token_ids = () if num_in_flight else ((request.output_token_ids or request.prompt_token_ids)[-1],)
             draft.decodes.append(self._schedule(request, token_ids, 1, samples=True, draft=draft))
+
+    def decodes_again(self, rows: Sequence[ScheduledRow], draft: Draft) -> bool:
+        """The next token of each of these rows, just scheduled; nothing, and False, where one has none or free pages do not suffice."""
+        page_size = self._pages.page_size
+        needing = []
+        for row in rows:
+            if row.kv_len + 1 >= row.request.max_total_len:
+                return False
+            if row.kv_len == len(row.request.pages) * page_size:
+                needing.append(row.request)
+        if len(needing) > self._pages.num_free:
+            return False
+        for request in needing:
+            updates = self._running.extend(request, 1)
+            assert not isinstance(updates, PageShortage), "free pages were counted"
+            draft.updates += updates
+        draft.decodes = [self._schedule(row.request, (), 1, samples=True, draft=draft) for row in rows]
+        return True
 
     def prefills(self, draft: Draft, prefills: list[Request]) -> None:
         """The next chunks: those with the least left first, by bucket, but the first in rank has its share of the step.
@@ -85,8 +105,7 @@ class StepFiller:
         draft.budget -= num_tokens
         draft.kept.add(request.request_id)
         assert request.slot is not None, request.request_id
-        return ScheduledRow(request=request, slot=request.slot, start=start, num_tokens=num_tokens, token_ids=token_ids,
-                            from_device=not token_ids, samples=samples)
+        return ScheduledRow(request, request.slot, start, num_tokens, token_ids, not token_ids, samples)  # by place: in half the time
 
     def _grow(self, request: Request, stop: int, draft: Draft) -> int:
         """Gives a running request pages for the positions below `stop`; returns how far they reach, `stop` at most.

@@ -170,6 +170,11 @@ class PageAllocator:
             del self._cached[page]
             self._free.append(page)
 
+    def evict_all(self) -> None:
+        """Makes every cached page free: nothing that was computed before is found again, but for what sequences own."""
+        while self._cached:
+            self._free.append(self._evict())
+
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         self._retained[page] = 0

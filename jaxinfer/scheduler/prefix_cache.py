@@ -114,6 +114,21 @@ class HashedPrefixCache(PrefixCache):
                     best = child.page, num_alike
         return best if best[1] == len(wanted) or best[1] >= size // 8 else (None, 0)  # a copy is not worth a few tokens
 
+    def awaited(self, request: Request, prefills: Sequence[Request]) -> Request | None:
+        size, prompt = self._pages.page_size, request.prompt_token_ids
+        if len(prompt) <= size:
+            return None
+        first, last = prompt[0], prompt[size - 1]
+        alike = [other for other in prefills if len(other.prompt_token_ids) >= size and other.prompt_token_ids[0] == first
+                 and other.prompt_token_ids[size - 1] == last]
+        if not alike:
+            return None
+        wanted = prompt[:self.match(request).num_tokens + size]
+        namespace = self._namespace(request)
+        if len(wanted) >= request.num_tokens:
+            return None  # the last token is computed in any case
+        return next((other for other in alike if other.prompt_token_ids[:len(wanted)] == wanted and self._namespace(other) == namespace), None)
+
     def insert(self, request: Request) -> None:
         size = self._pages.page_size
         num_full = min(request.num_computed_tokens, request.num_tokens) // size
@@ -191,15 +206,16 @@ class HashedPrefixCache(PrefixCache):
                 self._pages.drop(entry.page)
                 self._evicted(entry.page)
 
-    def dump_state(self) -> dict[str, Any]:
+    def dump_state(self, is_kept: Callable[[Any], bool] = lambda namespace: True) -> dict[str, Any]:
         """What is cached, as plain data: {"version", "page_size", "entries": [{"page", "parent", "namespace", "tokens"}]}.
 
-        Entries stand parents first, otherwise the one used last first; "parent" is an entry's index. Only what a request
-        could find is there. The content of "page" is the engine's to save. Namespaces stay as the namespace function makes
-        them: for JSON they must be strings, numbers, None or tuples of these.
+        Entries stand parents first, otherwise the one used last first; "parent" is an entry's index. Only what a request could
+        find is there, and of that only what is in namespaces that `is_kept` accepts. The content of "page" is the engine's to
+        save. Namespaces stay as the namespace function makes them: for JSON they must be strings, numbers, None or tuples of these.
         """
-        return cache_state.dump([(entry.page, entry.parent.page if entry.parent else None, entry.namespace, entry.tokens)
-                                 for entry in self._by_use() if entry.page is not None], page_size=self._pages.page_size)
+        found = [(entry.page, entry.parent.page if entry.parent else None, entry.namespace, entry.tokens)
+                 for entry in self._by_use() if entry.page is not None and is_kept(entry.namespace)]
+        return cache_state.dump(found, page_size=self._pages.page_size)
 
     def load_state(self, state: Mapping[str, Any]) -> dict[int, int]:
         """Takes in what dump_state() gave, JSON's lists for tuples allowed, as far as free pages go, the most recently used first.

@@ -1,6 +1,7 @@
 """What the scheduler asks of a prefix cache, and the cache that has nothing. Plain Python: never imports jax."""
 
 import abc
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxinfer.request import Request
@@ -27,6 +28,13 @@ class PrefixCache(abc.ABC):
         So the last token is always computed (its logits are needed), and it starts on a page of the request's own, new or
         a copy: a shared page is never written. The caller must share() the pages before it allocates any. The page to copy
         may be handed out as soon as that: its content is read before the step writes anything.
+        """
+
+    @abc.abstractmethod
+    def awaited(self, request: Request, prefills: Sequence[Request]) -> Request | None:
+        """The one of these requests in prefill that is about to compute what makes match() a page longer, at least; None: none is.
+
+        Worth a wait, since it takes the tokens' work and pages once instead of twice.
         """
 
     @abc.abstractmethod
@@ -58,6 +66,9 @@ class NullPrefixCache(PrefixCache):
 
     def match(self, request: Request) -> PrefixHit:
         return PrefixHit([], 0)
+
+    def awaited(self, request: Request, prefills: Sequence[Request]) -> Request | None:
+        return None
 
     def insert(self, request: Request) -> None:
         pass

@@ -14,7 +14,7 @@ A request decodes when exactly one token is left to compute; its input is on the
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.request import FinishReason, Request, RequestStatus
@@ -192,6 +192,23 @@ class Scheduler:
         self._preempted.clear()
         self._dispatched.append(plan)
         return plan
+
+    def again(self, plan: SchedulePlan) -> Iterator[SchedulePlan]:
+        """The steps after `plan`, the last one given: the next token of each of its rows. At the end next() must decide anew.
+
+        A step costs a fraction of next(), for it looks at no queue and no clock. There is one while nobody waits, every running
+        request is a row of `plan` that decodes and has another token to come, and free pages suffice: nobody gives way.
+        """
+        assert self._dispatched and self._dispatched[-1] is plan, "only the last plan can be repeated"
+        if len(self._waiting) or plan.num_prefill_tokens or len(plan.rows) != len(self._running):
+            return
+        draft = Draft(budget=0)
+        while self._filler.decodes_again(plan.rows, draft):
+            plan = SchedulePlan(rows=tuple(draft.decodes), page_updates=tuple(draft.updates), num_tokens=len(draft.decodes),
+                                num_prefill_tokens=0, preempted=())
+            draft.updates.clear()
+            self._dispatched.append(plan)
+            yield plan
 
     def apply(self, plan: SchedulePlan, tokens: Sequence[int], finish: Sequence[FinishReason | None]) -> None:
         """Takes what a step sampled. Every plan is applied once, in order, also when none of its rows samples.

@@ -28,6 +28,7 @@ class WaitingQueue:
         self._heaps: list[list[_Item]] = [[] for _ in range(num_buckets)]
         self._waiting: dict[str, tuple[_Item, int]] = {}  # id -> (item, bucket); items of the heaps that are not here were withdrawn
         self._pushes = itertools.count()
+        self._aside: dict[str, _Item] = {}  # in no heap until they are brought back
         self._winners: dict[int, tuple[_Item, int]] = {}  # bucket -> (winner by cached tokens, how often it may yet be asked for)
 
     def __len__(self) -> int:
@@ -63,11 +64,28 @@ class WaitingQueue:
         item, bucket = self._waiting.pop(request.request_id)
         heap = self._heaps[bucket]
         self._winners.pop(bucket, None)
-        if heap[0] is item:
+        self._aside.pop(request.request_id, None)
+        if heap and heap[0] is item:
             heapq.heappop(heap)
         elif len(heap) > 2 * len(self._waiting) + 64:
             self._heaps[bucket] = [item for item in heap if self._is_waiting(item)]
             heapq.heapify(self._heaps[bucket])
+
+    def set_aside(self, request: Request) -> None:
+        """Hides a waiting request from first() until bring_back(); it keeps its place."""
+        (key, order, _, _), bucket = self._waiting[request.request_id]
+        item = key, order, next(self._pushes), request  # so that the one in the heap counts as withdrawn
+        self._waiting[request.request_id] = item, bucket
+        self._aside[request.request_id] = item
+        self._winners.pop(bucket, None)
+
+    def bring_back(self, request: Request) -> None:
+        """Ends set_aside(); of no effect on one that waits no longer, or never was aside."""
+        item = self._aside.pop(request.request_id, None)
+        if item is not None:
+            bucket = self.bucket(request)
+            heapq.heappush(self._heaps[bucket], item)
+            self._winners.pop(bucket, None)
 
     def _head(self, bucket: int) -> _Item | None:
         heap = self._heaps[bucket]

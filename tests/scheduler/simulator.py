@@ -5,6 +5,7 @@ every position that it reads, so a page that is stale, foreign, shared too early
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -70,7 +71,9 @@ class Setup:
     grace_tokens: int = 64
     cost_aware: bool = True
     depth: int = 0
-    """Steps dispatched ahead of the oldest unread one."""
+    """Bursts dispatched ahead of the oldest unread one."""
+    burst: int = 1
+    """Steps of a burst at most."""
 
     @property
     def max_model_len(self) -> int:
@@ -93,7 +96,7 @@ class Simulator:
         self.table = [[-1] * setup.capacity for _ in range(setup.max_num_seqs)]
         self.kv: dict[tuple[int, int], int] = {}
         self.last_tokens = [-1] * setup.max_num_seqs
-        self.in_flight: deque[tuple[SchedulePlan, list[int]]] = deque()
+        self.in_flight: deque[list[tuple[SchedulePlan, list[int]]]] = deque()
         self.references: dict[str, tuple[list[int], list[int]]] = {}
         self.first_rows: dict[Request, int] = {}
         """Requests in the order of their first rows, and the step of each."""
@@ -114,12 +117,17 @@ class Simulator:
         plan = self.scheduler.next()
         self._check_invariants()
         if plan is not None:
-            self._check(plan)
-            self.in_flight.append((plan, self._run(plan)))
+            self.in_flight.append([])
+            for each in itertools.chain([plan], itertools.islice(self.scheduler.again(plan), self.setup.burst - 1)):
+                self._check_invariants()
+                self._check(each)
+                assert each is plan or [row.request for row in each.rows] == [row.request for row in plan.rows]
+                self.in_flight[-1].append((each, self._run(each)))
         assert plan is not None or self.in_flight or not self.scheduler.has_unfinished, "stuck:\n" + self.scheduler.dump()
         if self.in_flight and (plan is None or len(self.in_flight) > self.setup.depth):
-            self._apply(*self.in_flight.popleft())
-            self._check_invariants()
+            for done in self.in_flight.popleft():
+                self._apply(*done)
+                self._check_invariants()
         return plan
 
     def _check_invariants(self) -> None:

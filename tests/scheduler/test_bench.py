@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import scheduling
+from bench import memory, scheduling
 from jaxinfer.config import EngineConfig
 from jaxinfer.request import Request
 
@@ -43,3 +43,19 @@ def test_figures_are_written_without_jax(tmp_path: Path) -> None:
     assert written["seed"] == 3 and {"device", "python", "commit", "date"} <= written["environment"].keys()
     code = "import sys, bench.scheduling; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_a_shared_prefix_is_held_once_to_the_page() -> None:
+    """1000 tokens fill 15 pages of 64, or 62 of 16; what is left of them shares a page, or two, with the 20 tokens of each request."""
+    rows = {(row["page_size"], row["prefix_cache"]): row for row in memory.shared_rows(3)}
+    assert rows[64, True]["pages"] == 15 + 64 and rows[64, False]["pages"] == 64 * 16
+    assert rows[16, True]["pages"] == 62 + 64 * 2 and rows[16, False]["pages"] == 64 * 64
+    for row in rows.values():
+        assert row["prompt_tokens_computed"] + row["prompt_tokens_cached"] == row["prompt_tokens"] == 64 * 1020
+        assert row["prompt_tokens_cached"] == (63 * 1000 if row["prefix_cache"] else 0)
+
+
+def test_pages_waste_little() -> None:
+    rows = {(row["page_size"], row["allocation"]): row["waste_percent"] for row in memory.waste_rows(3)}
+    assert rows[16, "pages on demand"] < 1 and rows[64, "pages on demand"] < 5
+    assert rows[64, "each request's own maximum"] > 15 and rows[64, "max_model_len"] > 60

@@ -137,6 +137,11 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pages.retain(page)
                 self.retained.add(page)
 
+    @rule()
+    def evict_all(self) -> None:
+        self.pages.evict_all()
+        assert self.retained <= set(self.owners) and self.pages.num_cached == 0
+
     @invariant()
     def books_agree(self) -> None:
         self.pages.check_invariants()
