@@ -1,0 +1,116 @@
+"""Brings the prefix cache to disk and back: the scheduler's tree, the device's pages, and the digest of the weights that made them.
+
+Called between requests only. engine/cache_file.py knows the file; this knows the engine.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.engine import cache_file
+from jaxinfer.engine.compiled import CompiledSteps
+from jaxinfer.engine.load import LoadedModel
+from jaxinfer.errors import ConfigError, PrefixCacheError
+from jaxinfer.scheduler.pages import PageAllocator
+from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, PrefixCache
+from jaxinfer.state import DeviceState, KVCache
+
+NUM_PAGES_MOVED = 8  # pages that cross between host and device in one call
+
+
+class SavedPrefixes:
+    """Saves and loads one engine's prefix cache.
+
+    Args:
+      cache: the engine's.
+      pages: its pool.
+      steps: its executables, which own the device's state.
+    """
+
+    def __init__(self, cache: PrefixCache, pages: PageAllocator, steps: CompiledSteps) -> None:
+        self._cache = cache
+        self._pages = pages
+        self._steps = steps
+
+    def save(self, path: str | Path, model: LoadedModel) -> int:
+        """Writes what is cached into one file; see LLM.save_prefix_cache. Returns the pages written."""
+        state = self._hashed("save_prefix_cache").dump_state(is_kept=lambda namespace: namespace[-1] is None)
+        blocks = self._read([entry["page"] for entry in state["entries"]])
+        cache_file.write(Path(path), self._identity(model), state, blocks)
+        return len(state["entries"])
+
+    def load(self, path: str | Path, model: LoadedModel) -> int:
+        """Takes in as much of a file as the pool holds; see LLM.load_prefix_cache. Returns the pages taken."""
+        cache = self._hashed("load_prefix_cache")
+        with cache_file.CacheFile(Path(path), self._identity(model)) as file:
+            file.check(min(file.num_rows, self._pages.capacity))
+            self._pages.evict_all()
+            try:
+                moved = cache.load_state(file.state)
+                row_of = {entry["page"]: row for row, entry in enumerate(file.state["entries"])}
+                self._write(list(moved.values()), file.rows(row_of[page] for page in moved))
+            except (ConfigError, PrefixCacheError) as error:
+                self._pages.evict_all()  # pages without their contents
+                raise PrefixCacheError(f"{path}: {error}") from error
+        return len(moved)
+
+    def _hashed(self, purpose: str) -> HashedPrefixCache:
+        if not isinstance(self._cache, HashedPrefixCache):
+            raise ConfigError(f"{purpose}: enable_prefix_caching = False, so there is no prefix cache: set it to True.")
+        return self._cache
+
+    def _read(self, pages: Sequence[int]) -> Iterator[np.ndarray]:
+        """The contents of pages, in blocks [n, 2, L, K, Z, H]."""
+        for chunk in itertools.batched(pages, NUM_PAGES_MOVED):
+            yield np.asarray(self._steps.run_aside(read_pages, self._steps.state.cache, _padded(chunk)))[:len(chunk)]
+
+    def _write(self, pages: Sequence[int], rows: Iterator[np.ndarray]) -> None:
+        """Gives pages their contents, [2, L, K, Z, H] each."""
+        for chunk in itertools.batched(pages, NUM_PAGES_MOVED):
+            block = [next(rows) for _ in chunk]
+            block += [np.zeros_like(block[0])] * (NUM_PAGES_MOVED - len(chunk))
+            self._steps.state = self._steps.run_aside(write_pages, self._steps.state, _padded(chunk), np.stack(block), donated=(0,))
+
+    def _identity(self, model: LoadedModel) -> cache_file.CacheIdentity:
+        resolved, config = self._steps.resolved, model.config
+        digest = hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True, default=str).encode())
+        for name, x in sorted(model.params.items()):
+            digest.update(f"{name} {x.shape} {x.dtype} {int(self._steps.run_aside(checksum, x)):08x}\n".encode())
+        return cache_file.CacheIdentity(
+            model=digest.hexdigest(), architecture=config.architecture, kv_dtype=resolved.kv_dtype, page_size=resolved.page_size,
+            row_shape=(2, config.num_layers, config.num_kv_heads, resolved.page_size, config.head_dim))
+
+
+def read_pages(cache: KVCache, pages: jax.Array) -> jax.Array:
+    """The contents of pages [C] int32: [C, 2, L, K, Z, H], keys and values."""
+    return jnp.stack([jnp.stack([layer[pages] for layer in layers], axis=1) for layers in (cache.k, cache.v)], axis=1)
+
+
+def write_pages(state: DeviceState, pages: jax.Array, rows: jax.Array) -> DeviceState:
+    """Gives pages [C] int32 the contents [C, 2, L, K, Z, H]; the null page may stand there often, with zeros. DONATES state."""
+    k, v = (tuple(layer.at[pages].set(rows[:, i, number]) for number, layer in enumerate(layers))
+            for i, layers in enumerate((state.cache.k, state.cache.v)))
+    return dataclasses.replace(state, cache=KVCache(k=k, v=v))
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """uint32: the elements' bits, each times an odd number that its place decides, summed modulo 2**32: the same on any device.
+
+    Tells weights apart, at the speed of reading them where they are; it resists no forger.
+    """
+    bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+    flat = bits.reshape(-1).astype(jnp.uint32)
+    place = jax.lax.iota(jnp.uint32, flat.shape[0])
+    return jnp.sum((flat + np.uint32(1)) * (place * np.uint32(2_654_435_762) + np.uint32(1)), dtype=jnp.uint32)
+
+
+def _padded(pages: Sequence[int]) -> np.ndarray:
+    """[NUM_PAGES_MOVED] int32, the null page behind the others."""
+    return np.asarray([*pages, *[0] * (NUM_PAGES_MOVED - len(pages))], np.int32)
