@@ -36,5 +36,13 @@ class EngineError(JaxInferError, RuntimeError):
     """An engine that cannot be used: a step of it failed earlier, or another thread is inside it."""
 
 
+class DumpError(JaxInferError):
+    """A dumped step that cannot be read, or that another model ran."""
+
+
+class PrefixCacheError(JaxInferError):
+    """A saved prefix cache that cannot be written or read, is damaged, or is of another model, KV dtype or page size."""
+
+
 class NonFiniteError(JaxInferError):
     """The model produced NaN or infinite logits."""

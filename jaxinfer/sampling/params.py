@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json as json_library
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,69 @@ MAX_LOGIT_BIAS = 1e4
 MAX_TEMPERATURE = 1e4
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_N = 1024
+MAX_GRAMMAR_CHARS = 1 << 17
+"""Characters of a schema, an expression, a grammar or of all choices together."""
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text must be; names and meaning follow vLLM's. Exactly one of json, regex, choice, grammar and json_object is given.
+
+    The text follows it from its first character on. A schema keyword that the grammar library does not implement is refused, never
+    left out.
+
+    Raises:
+      RequestError: none or several are given, or one of the wrong form or longer than 131072 characters.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as a mapping (pydantic's Model.model_json_schema() among them) or as JSON text."""
+    regex: str | None = None
+    """A regular expression that the whole text matches; no look-around, no back-references."""
+    choice: Sequence[str] | None = None
+    """The texts that may be generated."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's form, or in the GBNF form of llama.cpp."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """No space between the tokens of JSON, where json or json_object is given."""
+    whitespace_pattern: str | None = None
+    """A regular expression for what may stand between the tokens of JSON, where json or json_object is given."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "json_object", self.json_object or None)
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", self._as_text(self.json))
+        if self.choice is not None:
+            ok = isinstance(self.choice, Sequence) and not isinstance(self.choice, str) and len(self.choice) > 0
+            _check(ok and all(isinstance(c, str) and c for c in self.choice), _OUTPUTS + "choice", self.choice, "a list of non-empty texts")
+            object.__setattr__(self, "choice", tuple(self.choice))
+        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+            _check(isinstance(getattr(self, name), str | None) and getattr(self, name) != "", _OUTPUTS + name, getattr(self, name),
+                   "a JSON schema, as a mapping or as text" if name == "json" else "a non-empty text")
+        for name in ("json_object", "disable_any_whitespace"):
+            _check(isinstance(getattr(self, name), bool | None), _OUTPUTS + name, getattr(self, name), "True or False")
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(f"SamplingParams.structured_outputs has {' and '.join(given) or 'nothing'}: must have exactly one of "
+                               f"{', '.join(_KINDS)}.")
+        num_chars = sum(map(len, self.choice or ())) + sum(len(getattr(self, name) or "") for name in ("json", "regex", "grammar"))
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise RequestError(f"SamplingParams.structured_outputs.{given[0]} has {num_chars} characters: must have at most "
+                               f"{MAX_GRAMMAR_CHARS}. Give a smaller one.")
+
+    @staticmethod
+    def _as_text(schema: Mapping[str, Any]) -> str:
+        try:
+            return json_library.dumps(schema, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"SamplingParams.structured_outputs.json is no JSON: {error}. Give a JSON schema, for example pydantic's "
+                               "Model.model_json_schema().") from error
+
+
+_OUTPUTS = "structured_outputs."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +135,11 @@ class SamplingParams:
     (before temperature, penalties, biases and bars); None returns none."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. Such a prompt is computed whole, past the prefix cache."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """A JSON schema, a regular expression, a choice or a grammar that the text follows; end tokens can be sampled only where it may end
+    (with ignore_eos: not at all), and it ends as soon as nothing can follow, min_tokens or not."""
+    logits_processors: Mapping[str, Mapping[str, float]] | None = None
+    """Processors registered by jaxinfer.register_logits_processor before the engine started, by name, each with its parameters."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -79,9 +148,11 @@ class SamplingParams:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         object.__setattr__(self, "logit_bias", _read_biases(self.logit_bias))
+        object.__setattr__(self, "structured_outputs", _read_structured_outputs(self.structured_outputs))
         self._check_lengths()
         self._check_distribution()
         self._check_tokens()
+        self._check_processors()
 
     def _check_lengths(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"an integer in [1, {MAX_N}]")
@@ -126,6 +197,20 @@ class SamplingParams:
             raise RequestError(f"SamplingParams.logit_bias has {len(biases)} entries: must be at most {MAX_LOGIT_BIASES}. To confine the "
                                "output to a set of tokens use allowed_token_ids, which takes any number.")
 
+    def _check_processors(self) -> None:
+        given = {} if self.logits_processors is None else self.logits_processors
+        ok = isinstance(given, Mapping) and all(
+            isinstance(name, str) and isinstance(values, Mapping) and all(
+                isinstance(key, str) and _is_real(v) and abs(v) < float("inf") for key, v in values.items()) for name, values in given.items())
+        _check(ok, "logits_processors", given, "a mapping from a processor's name to its parameters, each a finite number by name")
+        object.__setattr__(self, "logits_processors", {name: dict(values) for name, values in given.items()} or None)
+
+    @property
+    def guide(self) -> StructuredOutputsParams | None:
+        """structured_outputs in its own class."""
+        assert not isinstance(self.structured_outputs, Mapping), "__post_init__ read it"
+        return self.structured_outputs
+
     @property
     def biases(self) -> dict[int, float]:
         """logit_bias as a mapping, empty where there is none."""
@@ -134,13 +219,19 @@ class SamplingParams:
 
     @functools.cached_property
     def penalises(self) -> bool:
-        """Tokens must be counted for this request."""
+        """Repeated tokens are penalised."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @functools.cached_property
+    def is_counted(self) -> bool:
+        """Tokens must be counted for this request: it has penalties, or processors, which may look at the counts."""
+        return self.penalises or bool(self.logits_processors)
+
+    @functools.cached_property
     def has_rules(self) -> bool:
-        """This request biases or bars single tokens."""
-        return bool(self.biases or self.bad_words or self.min_tokens or self.allowed_token_ids is not None)
+        """This request biases or bars single tokens, follows a grammar, or has its logits processed."""
+        return bool(self.biases or self.bad_words or self.min_tokens or self.allowed_token_ids is not None
+                    or self.structured_outputs is not None or self.logits_processors)
 
     @functools.cached_property
     def is_greedy(self) -> bool:
@@ -169,6 +260,16 @@ def _read_biases(given: Any) -> dict[int, float] | None:
                            f"{MAX_LOGIT_BIAS:g}].") from error
     _check(len(biases) == len(pairs), "logit_bias", given, form)
     return biases
+
+
+def _read_structured_outputs(given: Any) -> StructuredOutputsParams | None:
+    """structured_outputs from its class or a mapping of its fields, as in JSON."""
+    if given is None or isinstance(given, StructuredOutputsParams):
+        return given
+    known = [f.name for f in dataclasses.fields(StructuredOutputsParams)]
+    _check(isinstance(given, Mapping) and all(name in known for name in given), "structured_outputs", given,
+           f"a StructuredOutputsParams, or a mapping with {', '.join(known)}")
+    return StructuredOutputsParams(**given)
 
 
 def _is_int(value: object) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxinfer.errors import RequestError
 from jaxinfer.sampling.params import MAX_LOGIT_BIASES, SamplingParams
+from jaxinfer.sampling.processors import NO_PROCESSORS, ProcessorTable
 from jaxinfer.state import NUM_BIASES, NUM_RECENT, NUM_WORDS, PROMPT_BIT, TokenRules
 
 assert NUM_BIASES == MAX_LOGIT_BIASES, "the limit that params.py states is the table's width"
@@ -66,14 +67,20 @@ def check_rules(params: SamplingParams, bad_words: Sequence[Sequence[int]], end_
                            "set min_tokens to 0.")
 
 
-def token_rules(params: SamplingParams, bad_words: Sequence[Sequence[int]], end_ids: Collection[int], *, vocab_size: int) -> TokenRules:
-    """The rules of a request, for its slot. Arguments as in check_rules, which must have passed."""
+def token_masks(params: SamplingParams, bad_words: Sequence[Sequence[int]], end_ids: Collection[int], *, vocab_size: int) -> np.ndarray:
+    """TokenRules.masks of a request: what its list of tokens and its barred words of one token leave. Arguments as in check_rules."""
     allowed = np.ones((2, -(-vocab_size // 32) * 32), bool)
     if params.allowed_token_ids is not None:
         allowed[:] = False
         allowed[:, list(params.allowed_token_ids)] = True
     allowed[:, [ids[0] for ids in bad_words if len(ids) == 1]] = False
     allowed[1, [t for t in end_ids if t < vocab_size]] = False
+    return np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+
+
+def token_rules(params: SamplingParams, bad_words: Sequence[Sequence[int]], end_ids: Collection[int], *, vocab_size: int,
+                processors: ProcessorTable = NO_PROCESSORS) -> TokenRules:
+    """The rules of a request, for its slot. Arguments as in check_rules, which must have passed, and the engine's processors."""
     bias_ids, bias_values = np.full(NUM_BIASES, vocab_size, np.int32), np.zeros(NUM_BIASES, np.float32)
     bias_ids[:len(params.biases)] = list(params.biases)
     bias_values[:len(params.biases)] = list(params.biases.values())
@@ -81,8 +88,8 @@ def token_rules(params: SamplingParams, bad_words: Sequence[Sequence[int]], end_
     for i, ids in enumerate(ids for ids in bad_words if len(ids) > 1):
         prefixes[i, NUM_RECENT - len(ids):] = ids[:-1]
         ends[i] = ids[-1]
-    return TokenRules(masks=np.packbits(allowed, axis=1, bitorder="little").view(np.uint32), bias_ids=bias_ids, bias_values=bias_values,
-                      word_prefixes=prefixes, word_ends=ends)
+    return TokenRules(masks=token_masks(params, bad_words, end_ids, vocab_size=vocab_size), bias_ids=bias_ids, bias_values=bias_values,
+                      word_prefixes=prefixes, word_ends=ends, processor_words=processors.words(params.logits_processors))
 
 
 def recent_tokens(prompt_len: int, output: Sequence[int]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Turns logits into tokens on the device: ordered stages over per-row arrays, so that no setting compiles anew.
 
-Order of stages, as in vLLM: valid vocabulary -> rules and penalties (adjust.py) -> temperature -> min-p -> top-k -> top-p -> draw.
+Order of stages, as in vLLM: valid vocabulary -> rules and penalties (adjust.py) -> logit processors (processors.py) -> temperature ->
+min-p -> top-k -> top-p -> draw.
 Stages that no row of the batch asks for are not run. No stage sorts: the top-k and top-p thresholds are found digit by digit over
 the bit patterns of non-negative floats, which order as the floats do. On a GPU no loop is left in the program either: a command
 buffer can hold all of it, so that dispatching it never waits.
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.sampling.adjust import adjust
+from jaxinfer.sampling.processors import NO_PROCESSORS, ProcessorTable
 from jaxinfer.state import SamplingState, SlotTables
 
 _WEIGHT_BITS = 30    # every weight exp(logit - max) lies in [0, 1], and 1.0f is 0x3F800000
@@ -35,7 +37,8 @@ def greedy(logits: jax.Array, *, num_valid_tokens: int) -> tuple[jax.Array, jax.
         return _argmax(_where_valid(logits, num_valid_tokens, -jnp.inf)), _is_finite(logits, num_valid_tokens)
 
 
-def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num_valid_tokens: int) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num_valid_tokens: int,
+           processors: ProcessorTable = NO_PROCESSORS) -> tuple[jax.Array, jax.Array]:
     """One token for each row, whatever the rows ask for.
 
     Args:
@@ -43,6 +46,7 @@ def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num
       sampling: per-row settings; temperature 0 takes the largest logit, the lowest id on a tie.
       slots: counts and rules of the rows' slots.
       num_valid_tokens: ids at or above this are padding of the vocabulary and are never chosen.
+      processors: those that rows may ask for; static.
 
     Returns:
       tokens [B] int32; finite [B] bool: False where a row's valid logits held NaN or infinity or nothing was left to sample (its
@@ -51,7 +55,9 @@ def sample(logits: jax.Array, sampling: SamplingState, slots: SlotTables, *, num
     with jax.named_scope("sample"):
         finite = _is_finite(logits, num_valid_tokens)
         adjusts = sampling.penalises | (sampling.mask > 0) | (sampling.has_biases > 0) | (sampling.has_words > 0)
-        tokens, possible = _adjust_and_draw(_where_valid(logits, num_valid_tokens, -jnp.inf), sampling, slots, jnp.any(adjusts))
+        logits = _where_valid(logits, num_valid_tokens, -jnp.inf)
+        logits = lax.cond(jnp.any(adjusts), lambda x: adjust(x, sampling, slots), lambda x: x, logits)
+        tokens, possible = _draw_rows(processors.apply(logits, sampling, slots), sampling)
         return tokens, finite & possible
 
 
@@ -67,10 +73,8 @@ def _where_valid(logits: jax.Array, num_valid_tokens: int, padding: float) -> ja
     return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < num_valid_tokens, logits, padding)
 
 
-def _adjust_and_draw(logits: jax.Array, sampling: SamplingState, slots: SlotTables,
-                     any_adjusts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _draw_rows(logits: jax.Array, sampling: SamplingState) -> tuple[jax.Array, jax.Array]:
     """Tokens [B], and whether each row had any to choose from [B]."""
-    logits = lax.cond(any_adjusts, lambda: adjust(logits, sampling, slots), lambda: logits)
     best = jnp.max(logits, axis=1)
     possible = (best > -jnp.inf) & (best < jnp.inf)  # NaN is neither
     random = sampling.temperature > 0

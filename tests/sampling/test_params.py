@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.cli import field_help
 from jaxinfer.errors import RequestError
-from jaxinfer.sampling.params import MAX_LOGIT_BIAS, MAX_N, MAX_TEMPERATURE, SamplingParams
+from jaxinfer.sampling.params import MAX_LOGIT_BIAS, MAX_N, MAX_TEMPERATURE, SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(("name", "value", "limit"), [
@@ -27,6 +27,16 @@ from jaxinfer.sampling.params import MAX_LOGIT_BIAS, MAX_N, MAX_TEMPERATURE, Sam
     ("logit_bias", {1: True}, "ID:NUMBER"), ("logit_bias", {1.5: 1}, "ID:NUMBER"), ("logit_bias", ["1"], "ID:NUMBER"),
     ("logit_bias", ["1:2", "1:3"], "each id once"), ("logit_bias", "1:2", "ID:NUMBER"), ("logit_bias", 5, "ID:NUMBER"),
     ("logit_bias", {t: 1 for t in range(301)}, "at most 300"),
+    ("structured_outputs", {"regx": "a"}, "a mapping with json, regex, choice"), ("structured_outputs", "a", "a StructuredOutputsParams"),
+    ("structured_outputs", {}, "has nothing: must have exactly one of json, regex, choice, grammar, json_object"),
+    ("structured_outputs", {"regex": "a", "json": {}}, "has json and regex"), ("structured_outputs", {"regex": ""}, ".regex = ''"),
+    ("structured_outputs", {"choice": []}, ".choice = []: must be a list of non-empty texts"),
+    ("structured_outputs", {"choice": "ab"}, ".choice"), ("structured_outputs", {"json": 5}, ".json = 5: must be a JSON schema"),
+    ("structured_outputs", {"json": {"a": {1, 2}}}, ".json is no JSON"),
+    ("structured_outputs", {"grammar": 3}, "non-empty text"), ("structured_outputs", {"json_object": "yes"}, "True or False"),
+    ("structured_outputs", {"choice": ["a" * 70000] * 2}, ".choice has 140000 characters: must have at most 131072"),
+    ("logits_processors", {"a": 1}, "a mapping from a processor's name"), ("logits_processors", {"a": {"b": float("inf")}}, "finite number"),
+    ("logits_processors", ["a"], "a mapping from a processor's name"), ("logits_processors", {"a": {"b": True}}, "finite number"),
     ("stop_token_ids", [-1], ">= 0"), ("stop_token_ids", 5, "a list"), ("stop", 5, "a list"), ("stop_token_ids", "5", ">= 0"),
 ])
 def test_refuses(name, value, limit):
@@ -65,3 +75,16 @@ def test_the_limits_themselves_are_accepted_and_stated():
     for name, value in (("temperature", 10**5000), ("logit_bias", {1: 10**5000}), ("n", 10**5000)):  # repr() of these is an error
         with pytest.raises(RequestError, match=f"SamplingParams.{name} = a number of thousands of digits"):
             SamplingParams(**{name: value})
+
+
+def test_structured_outputs_and_processors_in_their_forms():
+    guide = StructuredOutputsParams(json={"type": "string", "enum": ["é"]})
+    assert guide.json == '{"type": "string", "enum": ["é"]}'
+    params = SamplingParams(structured_outputs={"json": guide.json}, temperature=0)
+    assert params.guide == guide and params.has_rules and not params.is_greedy and not params.is_plain and not params.is_counted
+    again = dataclasses.replace(params, temperature=1)
+    assert again.guide == guide and hash(guide) == hash(again.guide)
+    assert StructuredOutputsParams(choice=["a"], json_object=False).choice == ("a",)
+    params = SamplingParams(logits_processors={"a": {"b": 1}}, temperature=0)
+    assert params.has_rules and params.is_counted and not params.is_greedy and not params.penalises
+    assert SamplingParams(logits_processors={}).logits_processors is None and SamplingParams(logits_processors={}).is_plain
