@@ -3,16 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.load import load
+    from jaxinfer.async_llm import AsyncLLM
+    from jaxinfer.engine.load import from_params, load
     from jaxinfer.llm import LLM
+    from jaxinfer.sampling.processors import register_logits_processor
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "load"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "StructuredOutputsParams", "from_params", "load",
+           "register_logits_processor"]
 
-_LAZY = {"LLM": ("jaxinfer.llm", "LLM"), "load": ("jaxinfer.engine.load", "load")}
+_LAZY = {"LLM": ("jaxinfer.llm", "LLM"), "AsyncLLM": ("jaxinfer.async_llm", "AsyncLLM"), "load": ("jaxinfer.engine.load", "load"),
+         "from_params": ("jaxinfer.engine.load", "from_params"),
+         "register_logits_processor": ("jaxinfer.sampling.processors", "register_logits_processor")}
 
 
 def __getattr__(name: str) -> Any:

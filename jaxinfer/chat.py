@@ -16,7 +16,8 @@ HELP = "Commands: /reset forgets the conversation, /exit or Ctrl-D ends, /help s
 class Streams(Protocol):
     """What is needed of an LLM."""
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[RequestOutput]: ...
+    def stream(self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0,
+               deadline_s: float | None = None) -> Iterator[RequestOutput]: ...
 
 
 class Interrupt:
@@ -38,14 +39,15 @@ class Interrupt:
         self.requested = True
 
 
-def print_stream(llm: Streams, prompt: Any, params: SamplingParams) -> tuple[RequestOutput | None, bool]:
+def print_stream(llm: Streams, prompt: Any, params: SamplingParams, *, priority: int = 0,
+                 deadline_s: float | None = None) -> tuple[RequestOutput | None, bool]:
     """Prints one completion as it grows, then ends the line.
 
     Returns:
       (the last output, None if none came; whether Ctrl-C stopped it).
     """
     shown, output = 0, None
-    stream = llm.stream(prompt, params)
+    stream = llm.stream(prompt, params, priority=priority, deadline_s=deadline_s)
     with Interrupt() as interrupt:
         try:
             for output in stream:

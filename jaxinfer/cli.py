@@ -26,8 +26,12 @@ from jaxinfer.errors import ConfigError, JaxInferError, RequestError
 from jaxinfer.sampling.params import SamplingParams
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-ENGINE_NAMES = {"seed": "engine_seed"}
+ENGINE_NAMES = {"seed": "engine_seed", "dump_steps_dir": "dump_step"}
 """Engine fields whose flag has another name: --seed is the request's."""
+STRUCTURED_FLAGS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Flag -> field of StructuredOutputsParams."""
+_NO_FLAGS = ("structured_outputs", "logits_processors")
+"""Fields of SamplingParams that have no flag of their name: the flags above give the first, and code alone registers processors."""
 
 
 _ALIASES = "aliases"
@@ -90,11 +94,16 @@ def define_fields(flag_values: flags.FlagValues, cls: type, group: str, *, renam
     """
     hints, helps = typing.get_type_hints(cls), field_help(cls)
     rename, defaults = rename or {}, defaults or {}
-    for field in dataclasses.fields(cls):
+    for field in _flag_fields(cls):
         name, default = rename.get(field.name, field.name), defaults.get(field.name, field.default)
         flags.DEFINE_flag(_flag(name, hints[field.name], default, helps[field.name]), flag_values, module_name=group)
     for alias, field_name in (aliases or {}).items():
         flags.DEFINE_alias(alias, rename.get(field_name, field_name), flag_values, module_name=_ALIASES)
+
+
+def _flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """The fields that have a flag each."""
+    return [f for f in dataclasses.fields(cls) if cls is not SamplingParams or f.name not in _NO_FLAGS]
 
 
 def _flag(name: str, hint: Any, default: Any, help: str) -> flags.Flag[Any]:
@@ -110,8 +119,8 @@ def _flag(name: str, hint: Any, default: Any, help: str) -> flags.Flag[Any]:
 
 
 def field_values(flag_values: flags.FlagValues, cls: type, *, rename: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Field -> value of its flag, for every field of the dataclass."""
-    return {f.name: flag_values[(rename or {}).get(f.name, f.name)].value for f in dataclasses.fields(cls)}
+    """Field -> value of its flag, for every field of the dataclass that has one."""
+    return {f.name: flag_values[(rename or {}).get(f.name, f.name)].value for f in _flag_fields(cls)}
 
 
 def define_engine_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
@@ -150,18 +159,38 @@ def expanded(name: str, text: str) -> Path:
 def define_sampling_flags(flag_values: flags.FlagValues = flags.FLAGS, *, defaults: Mapping[str, Any] | None = None) -> None:
     """Defines a flag for every SamplingParams field; `defaults` are the command's own."""
     define_fields(flag_values, SamplingParams, "Sampling", defaults=defaults)
+    for define, name, help in (
+            (flags.DEFINE_string, "json_schema", "File with a JSON schema that the text must follow."),
+            (flags.DEFINE_string, "regex", "A regular expression that the whole text must match."),
+            (flags.DEFINE_list, "choice", "The texts that may be generated, with commas between; quoted as in CSV where one holds a comma."),
+            (flags.DEFINE_string, "grammar", "File with a grammar in Lark's or in GBNF form that the text must follow.")):
+        define(name, None, help, flag_values=flag_values, module_name="Sampling")
 
 
 def sampling_params(flag_values: flags.FlagValues = flags.FLAGS) -> SamplingParams:
     """The SamplingParams that the flags say.
 
     Raises:
-      absl.app.UsageError: a value out of range.
+      absl.app.UsageError: a value out of range, or a file that cannot be read.
     """
+    structured = {STRUCTURED_FLAGS[name]: flag_values[name].value for name in STRUCTURED_FLAGS if flag_values[name].value is not None}
+    for name in ("json_schema", "grammar"):
+        file = flag_values[name].value
+        if file is not None:
+            structured[STRUCTURED_FLAGS[name]] = _text_of(name, file)
     try:
-        return SamplingParams(**field_values(flag_values, SamplingParams))
+        return SamplingParams(structured_outputs=structured or None, **field_values(flag_values, SamplingParams))
     except RequestError as e:
         raise app.UsageError(str(e)) from e
+
+
+def _text_of(name: str, file: str) -> str:
+    """The text in the file that a flag names."""
+    try:
+        return expanded(name, file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise app.UsageError(f"--{name}={file} cannot be read: {why}.") from e
 
 
 def _define_common(flag_values: flags.FlagValues) -> None:

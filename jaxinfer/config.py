@@ -31,8 +31,13 @@ class EngineConfig:
     seed: int = setting(0, "Seed for requests that bring none.")
     enforce_eager: bool = setting(False, "Run steps without jit, for debugging.")
     deterministic: bool = setting(
-        False, "Run every step at one token bucket, so that a request's bits do not depend on its neighbours.")
+        False, "Run every step at one token bucket, so that a request's bits do not depend on how it is served (engine/engine.py says "
+        "what is promised, and what without it).")
     async_scheduling: bool = setting(True, "Dispatch a step before the tokens of the one before it are read.")
+
+    num_scheduler_steps: int = setting(
+        1, "Decode steps that are dispatched in a row before the host looks at their tokens, while no request waits; a new one then "
+        "waits for as many. 1 is off.")
 
     page_size: int | None = setting(None, "Tokens in one KV-cache page: 16, 32, 64 or 128.")
     num_pages: int | None = setting(None, "Pages in the KV pool, null page included; overrides the memory settings.")
@@ -61,6 +66,12 @@ class EngineConfig:
 
     max_logprobs: int = setting(20, "Likeliest tokens for which a request can ask log-probabilities, at most.")
 
+    dump_steps_dir: str | None = setting(
+        None, "Folder for the inputs of steps whose output is not finite, at most 16 of them, for jaxinfer.replay; steps then run one "
+        "after the other.")
+    dump_step_numbers: tuple[int, ...] | None = setting(
+        None, "Steps to write into that folder as well, whatever their output, counted from 0 at the start of the engine.")
+
     compilation_cache_dir: str | None = setting(
         "~/.cache/jaxinfer/xla", "Folder of jax's persistent compilation cache, where the process has set none; None leaves it off.")
 
@@ -78,6 +89,7 @@ class EngineConfig:
             _require(value is None or value >= least, name, value, f"an integer >= {least}")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+        _require(1 <= self.num_scheduler_steps <= 32, "num_scheduler_steps", self.num_scheduler_steps, "an integer in [1, 32]")
         _require(1 <= self.max_logprobs <= 128, "max_logprobs", self.max_logprobs, "an integer in [1, 128]")
         _require(0 < self.long_prefill_share <= 1, "long_prefill_share", self.long_prefill_share, "in (0, 1]")
         edges, caps = self.length_buckets or (), self.length_bucket_caps
@@ -85,12 +97,19 @@ class EngineConfig:
                  "a strictly increasing list of integers >= 1, or empty")
         _require(caps is None or (len(caps) == len(edges) and min(caps, default=1) >= 1), "length_bucket_caps", caps,
                  f"one integer >= 1 for each of the {len(edges)} length_buckets")
+        _require(min(self.dump_step_numbers or (0,)) >= 0, "dump_step_numbers", self.dump_step_numbers, "integers >= 0")
+        if self.dump_step_numbers is not None and self.dump_steps_dir is None:
+            raise ConfigError(f"dump_step_numbers = {self.dump_step_numbers} and no dump_steps_dir: name the folder (--dump_step=DIR).")
         for name in ("token_buckets", "batch_buckets"):
             value = getattr(self, name)
             _require(value is None or (len(value) > 0 and list(value) == sorted(set(value)) and value[0] >= 1), name, value,
                      "a strictly increasing list of integers >= 1")
         _require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size,
                  "1: running over several devices is not implemented yet")
+        for name in ("token_buckets", "batch_buckets"):
+            if self.deterministic and getattr(self, name) is not None:
+                raise ConfigError(f"deterministic = True and {name} = {getattr(self, name)}: deterministic runs every step at one bucket of "
+                                  f"max_num_batched_tokens, so {name} would mean nothing: leave out one of the two.")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(f"num_pages = {self.num_pages} and kv_cache_memory_bytes = {self.kv_cache_memory_bytes} both set the "
                               "size of the KV pool: give one of them.")

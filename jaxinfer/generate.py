@@ -6,7 +6,7 @@
   python -m jaxinfer.generate --model=DIR --prompts_file=in.jsonl --output=out.jsonl   many prompts, batched
 
 A line of --prompts_file holds {"prompt": text}, {"messages": [{"role": ..., "content": ...}]} or {"prompt_token_ids": [...]},
-with sampling settings for that line beside it. Text goes to standard output, all else to standard error.
+with sampling settings, "priority" and "deadline_s" for that line beside it. Text goes to standard output, all else to standard error.
 Exit codes: 0 done, 1 something failed or a line was bad, 2 the command line is wrong, 130 interrupted.
 """
 
@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 class Generator(Protocol):
     """What is needed of an LLM; jaxinfer/llm.py says what each does."""
 
-    def generate(self, prompts: Any, params: Any = None, *, use_tqdm: bool = False, on_error: str = "raise",
-                 on_output: Callable[[int, RequestOutput], None] | None = None) -> list[RequestOutput]: ...
+    def generate(self, prompts: Any, params: Any = None, *, priority: Any = 0, deadline_s: Any = None, use_tqdm: bool = False,
+                 on_error: str = "raise", on_output: Callable[[int, RequestOutput], None] | None = None) -> list[RequestOutput]: ...
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[RequestOutput]: ...
+    def stream(self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0,
+               deadline_s: float | None = None) -> Iterator[RequestOutput]: ...
 
     def metrics(self) -> dict[str, Any]: ...
 
@@ -231,7 +232,8 @@ def _batch(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile | 
             _deliver(item, done.pop(num_out), file, s, heading=len(entries) > 1)
             num_out += 1
 
-    outputs = llm.generate([e.prompt for e in entries], [e.params for e in entries], use_tqdm=len(entries) > 1 and sys.stderr.isatty(),
+    outputs = llm.generate([e.prompt for e in entries], [e.params for e in entries], priority=[e.priority for e in entries],
+                           deadline_s=[e.deadline_s for e in entries], use_tqdm=len(entries) > 1 and sys.stderr.isatty(),
                            on_error="return", on_output=take)
     return sum(output.error is not None for output in outputs)
 
@@ -254,7 +256,7 @@ def _stream(llm: Generator, items: Sequence[Entry | BadLine], file: ResultFile |
         if len(items) > 1:
             print(_heading(item), flush=True)
         try:
-            output, stopped = print_stream(llm, item.prompt, item.params)
+            output, stopped = print_stream(llm, item.prompt, item.params, priority=item.priority, deadline_s=item.deadline_s)
             error = "stopped before its first token." if output is None else output.error
         except RequestError as e:
             output, stopped, error = None, False, str(e)

@@ -1,7 +1,7 @@
 """Prompts from a JSON Lines file, results into one. Reads and checks; generates nothing.
 
 A line holds one of {"prompt": text}, {"messages": [...]} or {"prompt_token_ids": [...]}, beside it any fields of SamplingParams
-for this line alone, and an "id" that comes back with the result.
+for this line alone, its "priority" and "deadline_s" as LLM.generate takes them, and an "id" that comes back with the result.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import JaxInferError, RequestError
-from jaxinfer.request import CompletionOutput, PositionLogprobs, RequestOutput
+from jaxinfer.request import CompletionOutput, PositionLogprobs, RequestOutput, read_deadline_s, read_priority
 from jaxinfer.sampling.params import SamplingParams
 
 SOURCES = ("prompt", "messages", "prompt_token_ids")
+_BESIDE = ("id", "priority", "deadline_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,10 @@ class Entry:
     params: SamplingParams
     tags: Mapping[str, Any]
     """Fields that its result begins with: the line, and the id where one was given."""
+    priority: int = 0
+    """Smaller is more urgent."""
+    deadline_s: float | None = None
+    """Seconds from arrival until it ends wherever it stands."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +81,11 @@ def _entry(raw: bytes, number: int, params: SamplingParams) -> Entry:
     given = [key for key in SOURCES if key in line]
     if len(given) != 1:
         raise RequestError(f"has {' and '.join(given) or 'no prompt'}: must have exactly one of {', '.join(SOURCES)}.")
-    overrides = {key: value for key, value in line.items() if key not in (*SOURCES, "id")}
+    overrides = {key: value for key, value in line.items() if key not in (*SOURCES, *_BESIDE)}
     prompt = {given[0]: _checked_source(given[0], line[given[0]])}
     tags = {"line": number} | ({"id": line["id"]} if "id" in line else {})
-    return Entry(name=f"line {number}", prompt=prompt, params=_overridden(params, overrides), tags=tags)
+    return Entry(name=f"line {number}", prompt=prompt, params=_overridden(params, overrides), tags=tags,
+                 priority=read_priority(line.get("priority", 0)), deadline_s=read_deadline_s(line.get("deadline_s")))
 
 
 def _checked_source(key: str, value: Any) -> Any:
@@ -100,7 +106,7 @@ def _overridden(params: SamplingParams, overrides: Mapping[str, Any]) -> Samplin
     hints = typing.get_type_hints(SamplingParams)
     for name, value in overrides.items():
         if name not in hints:
-            raise RequestError(f"unknown field {name!r}: known are {', '.join((*SOURCES, 'id', *hints))}.")
+            raise RequestError(f"unknown field {name!r}: known are {', '.join((*SOURCES, *_BESIDE, *hints))}.")
         if not _fits(value, hints[name]):
             raise RequestError(f"{name} = {json.dumps(value)[:80]}: has the wrong type.")
     return dataclasses.replace(params, **overrides)

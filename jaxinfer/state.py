@@ -30,19 +30,22 @@ class KVCache:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["masks", "bias_ids", "bias_values", "word_prefixes", "word_ends"], meta_fields=[])
+    jax.tree_util.register_dataclass,
+    data_fields=["masks", "bias_ids", "bias_values", "word_prefixes", "word_ends", "processor_words"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class TokenRules:
-    """Which tokens may be sampled and what is added to their logits: of one request on the host, of all slots on the device.
+    """Which tokens may be sampled and what is done to their logits: of one request on the host, of all slots on the device.
 
     On the host (numpy) the arrays are as below; on the device each has a leading [S + 1].
     """
 
-    masks: jax.Array | np.ndarray          # [2, ceil(V / 32)] uint32; bit v % 32 of word v // 32: v may be sampled; [1] before min_tokens
+    masks: jax.Array | np.ndarray          # [2, ceil(V / 32)] uint32; bit v % 32 of word v // 32: v may be sampled; [1] before min_tokens;
+    #                                        under a grammar [0] is written anew for each token, and [1] not looked at
     bias_ids: jax.Array | np.ndarray       # [NUM_BIASES] int32; V where unused
     bias_values: jax.Array | np.ndarray    # [NUM_BIASES] float32
     word_prefixes: jax.Array | np.ndarray  # [NUM_WORDS, NUM_RECENT - 1] int32; the tokens before a word's last, -1 in front of them
     word_ends: jax.Array | np.ndarray      # [NUM_WORDS] int32; the last token of each, V where unused
+    processor_words: jax.Array | np.ndarray  # [ProcessorTable.num_words] float32; what sampling/processors.py reads
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["recent_tokens", "counts", "rules"], meta_fields=[])
@@ -69,7 +72,8 @@ class DeviceState:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["temperature", "top_p", "min_p", "top_k", "seed", "sample_index", "position", "repetition_penalty", "presence_penalty",
-                 "frequency_penalty", "mask", "has_biases", "has_words", "wants_logprobs", "slots", "prompt_lens"], meta_fields=[])
+                 "frequency_penalty", "mask", "has_biases", "has_words", "has_processors", "wants_logprobs", "slots", "prompt_lens"],
+    meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class SamplingState:
     """Sampling parameters, one entry a row."""
@@ -87,6 +91,7 @@ class SamplingState:
     mask: jax.Array                # [B] int32; 0: every token is allowed, else 1 + the index into the slot's masks
     has_biases: jax.Array          # [B] int32 0/1
     has_words: jax.Array           # [B] int32 0/1; the slot has barred words of several tokens
+    has_processors: jax.Array      # [B] int32 0/1; the slot has parameters of logit processors
     wants_logprobs: jax.Array      # [B] int32 0/1
     slots: jax.Array               # [B] int32; StepInput.slots
     prompt_lens: jax.Array         # [B] int32; StepInput.prompt_lens
@@ -95,6 +100,11 @@ class SamplingState:
     def penalises(self) -> jax.Array:
         """[B] bool."""
         return (self.repetition_penalty != 1) | (self.presence_penalty != 0) | (self.frequency_penalty != 0)
+
+    @property
+    def counts(self) -> jax.Array:
+        """[B] bool; the row's tokens are counted in its slot."""
+        return self.penalises | (self.has_processors > 0)
 
 
 @functools.partial(
@@ -159,7 +169,7 @@ class StepLayout:
             ("temperature", np.float32), ("top_p", np.float32), ("min_p", np.float32), ("top_k", np.int32), ("seed", np.uint32),
             ("sample_index", np.int32), ("position", np.int32), ("repetition_penalty", np.float32), ("presence_penalty", np.float32),
             ("frequency_penalty", np.float32), ("mask", np.int32), ("has_biases", np.int32), ("has_words", np.int32),
-            ("wants_logprobs", np.int32))}
+            ("has_processors", np.int32), ("wants_logprobs", np.int32))}
         updates = {name: (self.num_updates, np.int32) for name in ("update_slots", "update_entries", "update_pages")}
         # What a row has comes first: row_words() of any bucket with as many rows are laid out alike.
         lengths = {**rows, **sampling, "cu_q_lens": (self.num_rows + 1, np.int32), **updates, "token_ids": (self.num_tokens, np.int32)}

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,20 @@ from jax import monitoring
 from jaxinfer.engine.load import LoadedModel, teacher_forced_logits
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
-from jaxinfer.engine.step import sample_rows, score_prompt, step, update_page_table, write_counts, write_rules
+from jaxinfer.engine.step import copy_pages, sample_rows, score_prompt, step, update_page_table, write_counts, write_masks, write_rules
+from jaxinfer.errors import CapacityError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.sampling.logprobs import token_logprobs
 from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.processors import NO_PROCESSORS, ProcessorTable, registered_processors
 from jaxinfer.sampling.rules import token_rules
 from jaxinfer.state import NUM_RECENT, DeviceState, KVCache, SlotTables, StepLayout, StepOutput, TokenLogprobs, TokenRules
 
 logger = logging.getLogger(__name__)
 
 NUM_BULK_UPDATES = 1024  # page-table writes in one call of the bulk updater
+NUM_PAGE_COPIES = 8      # pages copied by one call
+NUM_MASKS = 16           # rows under a grammar whose masks one call writes
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -88,7 +92,9 @@ class CompiledSteps:
         self.resolved = resolved
         self.params = model.params
         self.counter = CompileCounter()
-        self.state = _new_state(resolved, model)
+        self.processors = registered_processors()
+        self.processors.check_functions(resolved.model.vocab_size)
+        self.state = _new_state(resolved, model, self.processors)
         self._step = functools.partial(
             step, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens,
             attention_implementation=resolved.attention_implementation)
@@ -97,12 +103,16 @@ class CompiledSteps:
         self._samplers: dict[int, Callable[..., tuple[StepOutput, SlotTables]]] = {}
         self._logprobs: dict[int, Callable[..., TokenLogprobs]] = {}
         for layout in resolved.layouts:
-            self._samplers[layout.num_rows] = functools.partial(sample_rows, layout=layout, num_valid_tokens=resolved.num_valid_tokens)
+            self._samplers[layout.num_rows] = functools.partial(
+                sample_rows, layout=layout, num_valid_tokens=resolved.num_valid_tokens, processors=self.processors)
             self._logprobs[layout.num_rows] = functools.partial(
                 token_logprobs, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs)
+        self._asides: dict[Callable[..., Any], Callable[..., Any]] = {}
         # Run as they are where steps are not compiled.
         self._update_page_table: Callable[..., DeviceState] = update_page_table
+        self._copy_pages: Callable[..., DeviceState] = copy_pages
         self._write_rules: Callable[..., DeviceState] = write_rules
+        self._write_masks: Callable[..., jax.Array] = write_masks
         self._write_counts: Callable[..., DeviceState] = write_counts
         self._score: Callable[..., TokenLogprobs] = functools.partial(
             score_prompt, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs)
@@ -129,11 +139,31 @@ class CompiledSteps:
             aliased_bytes=min((p.alias_size_in_bytes for p in plans), default=0),
             state_bytes=sum(x.nbytes for x in jax.tree.leaves(self.state)))
 
+    def free_state(self) -> None:
+        """Frees the device state; nothing runs until renew_state()."""
+        for x in jax.tree.leaves(self.state):
+            x.delete()
+
+    def renew_state(self, model: LoadedModel) -> None:
+        """A device state as at start, beside the model's weights."""
+        self.state = _new_state(self.resolved, model, self.processors)
+
+    def run_aside(self, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> Any:
+        """Runs a pure function that is no part of a step, between requests. Its first call with such shapes compiles it, which does
+        not count among the compiles after warm-up: nobody waits for a token meanwhile."""
+        before = self.counter.count
+        if function not in self._asides:
+            self._asides[function] = function if self.resolved.enforce_eager else jax.jit(function, donate_argnums=donated)
+        result = self._asides[function](*arguments)
+        self.compiles_at_start += self.counter.count - before
+        return result
+
     @property
     def num_compiles_after_warm_up(self) -> int:
         return self.counter.count - self.compiles_at_start
 
-    def run(self, layout: StepLayout, buffer: np.ndarray, *, samples: bool, wants_logprobs: bool) -> StepOutput:
+    def run(self, layout: StepLayout, buffer: np.ndarray, *, samples: bool, wants_logprobs: bool,
+            before_sampling: Callable[[], None] = lambda: None) -> StepOutput:
         """Dispatches one step and starts the copy of its output to the host; does not wait for it.
 
         Args:
@@ -141,6 +171,7 @@ class CompiledSteps:
           buffer: [layout.num_words] int32, from pack().
           samples: a row asks for more than its greedy token.
           wants_logprobs: a row wants log-probabilities.
+          before_sampling: called between the dispatch of the step and that of its sampler, if a row asks for more.
         """
         if self.resolved.enforce_eager:
             buffer_in: Any = jax.numpy.asarray(buffer)
@@ -148,6 +179,7 @@ class CompiledSteps:
         else:
             output, logits, self.state = self._executables[layout](self.params, self.state, buffer)
         if samples:
+            before_sampling()
             output, slots = self._samplers[layout.num_rows](self.state.slots, logits, buffer[:layout.num_row_words])
             self.state = dataclasses.replace(self.state, slots=slots)
         if wants_logprobs:
@@ -167,6 +199,16 @@ class CompiledSteps:
         """Gives a slot its request's rules and last output tokens."""
         self.state = self._write_rules(self.state, np.asarray(slot, np.int32), recent_tokens, rules)
 
+    def write_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        """Gives slots [n] int32 the masks [n, ceil(V / 32)] uint32 of their next token."""
+        for start in range(0, len(slots), NUM_MASKS):
+            part, words = np.full(NUM_MASKS, self.resolved.max_num_seqs, np.int32), np.zeros((NUM_MASKS, masks.shape[1]), np.uint32)
+            n = len(slots[start:start + NUM_MASKS])
+            part[:n], words[:n] = slots[start:start + n], masks[start:start + n]
+            tables = self.state.slots
+            rules = dataclasses.replace(tables.rules, masks=self._write_masks(tables.rules.masks, part, words))
+            self.state = dataclasses.replace(self.state, slots=dataclasses.replace(tables, rules=rules))
+
     def write_counts(self, slot: int, counts: np.ndarray) -> None:
         """Gives a slot its request's token counts [V]."""
         self.state = self._write_counts(self.state, np.asarray(slot, np.int32), counts)
@@ -179,6 +221,14 @@ class CompiledSteps:
             chunk = updates[start:start + NUM_BULK_UPDATES]
             part[:, :len(chunk)] = np.asarray(chunk, np.int32).T
             self.state = self._update_page_table(self.state, *part)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages (source, destination) over all layers, after the steps dispatched before and before the next one."""
+        for start in range(0, len(copies), NUM_PAGE_COPIES):
+            part = np.zeros((2, NUM_PAGE_COPIES), np.int32)  # padding copies the null page onto itself
+            chunk = copies[start:start + NUM_PAGE_COPIES]
+            part[:, :len(chunk)] = np.asarray(chunk, np.int32).T
+            self.state = self._copy_pages(self.state, *part)
 
     def _compile(self, layout: StepLayout) -> jax.stages.Compiled:
         jitted = jax.jit(self._step, static_argnames=("layout",), donate_argnames=("state",))
@@ -194,14 +244,14 @@ class CompiledSteps:
             _abstract(self.state.slots), self._abstract_logits(num_rows), jax.ShapeDtypeStruct((words,), np.int32)).compile()
 
     def _compile_logprobs(self, num_rows: int) -> jax.stages.Compiled:
-        tokens = jax.ShapeDtypeStruct((num_rows,), np.int32)
+        tokens = jax.ShapeDtypeStruct((num_rows,), np.int32, sharding=self.state.page_table.sharding)
         return jax.jit(self._logprobs[num_rows]).lower(self._abstract_logits(num_rows), tokens).compile()
 
     def _abstract_logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_rows, self.resolved.model.vocab_size), np.float32)
+        return jax.ShapeDtypeStruct((num_rows, self.resolved.model.vocab_size), np.float32, sharding=self.state.page_table.sharding)
 
     def _compile_the_rest(self) -> None:
-        """What runs beside the buckets: long page-table updates, the two writers of a slot's tables, the scoring of prompts."""
+        """What runs beside the buckets: long page-table updates, page copies, the writers of slots' tables, the scoring of prompts."""
         state = _abstract(self.state)
         updates = jax.ShapeDtypeStruct((NUM_BULK_UPDATES,), np.int32)
         slot, rules, counts = self._empty_slot()
@@ -210,15 +260,21 @@ class CompiledSteps:
             return jax.jit(function, donate_argnames=("state",)).lower(state, *args).compile()
 
         self._update_page_table = writer(update_page_table, updates, updates, updates)
+        if self.resolved.engine.enable_prefix_caching:
+            copies = jax.ShapeDtypeStruct((NUM_PAGE_COPIES,), np.int32)
+            self._copy_pages = writer(copy_pages, copies, copies)
         self._write_rules = writer(write_rules, slot, np.zeros(NUM_RECENT, np.int32), rules)
         self._write_counts = writer(write_counts, slot, counts)
+        masks = state.slots.rules.masks
+        self._write_masks = jax.jit(write_masks, donate_argnames=("table",)).lower(
+            masks, np.zeros(NUM_MASKS, np.int32), np.zeros((NUM_MASKS, masks.shape[2]), np.uint32)).compile()
         scores = jax.ShapeDtypeStruct((NUM_SCORES,), np.int32)
         self._score = jax.jit(self._score).lower(_abstract(self.params), state.hidden, scores, scores).compile()
 
     def _empty_slot(self) -> tuple[np.ndarray, TokenRules, np.ndarray]:
         """The padding's slot, and what leaves it without rules and counts."""
         vocab_size = self.resolved.model.vocab_size
-        rules = token_rules(SamplingParams(), (), (), vocab_size=vocab_size)
+        rules = token_rules(SamplingParams(), (), (), vocab_size=vocab_size, processors=self.processors)
         return np.asarray(self.resolved.max_num_seqs, np.int32), rules, np.zeros(vocab_size, np.int32)
 
     def _rehearse(self) -> None:
@@ -229,9 +285,12 @@ class CompiledSteps:
             layout.view(buffer, "update_slots")[:] = layout.null_slot
             output = self.run(layout, buffer, samples=True, wants_logprobs=True)
         self.write_page_table([(self.resolved.max_num_seqs, 0, 0)])
+        if self.resolved.engine.enable_prefix_caching:
+            self.copy_pages([(0, 0)])
         slot, rules, counts = self._empty_slot()
         self.write_rules(int(slot), np.zeros(NUM_RECENT, np.int32), rules)
         self.write_counts(int(slot), counts)
+        self.write_masks(slot[None], np.asarray(rules.masks)[:1])
         scores = self.score_prompt(np.zeros(NUM_SCORES, np.int32), np.zeros(NUM_SCORES, np.int32))
         jax.block_until_ready(self.state)
         jax.device_get((output, scores))
@@ -241,17 +300,36 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def _new_state(resolved: ResolvedConfig, model: LoadedModel) -> DeviceState:
-    """A zeroed state, placed beside the weights."""
+def _new_state(resolved: ResolvedConfig, model: LoadedModel, processors: ProcessorTable) -> DeviceState:
+    """A zeroed state, placed beside the weights.
+
+    Raises:
+      CapacityError: the device has no room for it.
+    """
     sharding = next(iter(model.params.values())).sharding
+    try:
+        return jax.block_until_ready(_zeroed_state(resolved, model, sharding, processors))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        m = resolved.memory
+        raise CapacityError(
+            f"a KV pool of {resolved.num_pages} pages ({m.kv_bytes} bytes) does not fit on {resolved.hardware.name} beside "
+            f"{m.weight_bytes} bytes of weights and what else is there (another framework, a trainer, jax's own preallocation): set "
+            "kv_cache_memory_bytes to what is free, or lower gpu_memory_utilization, which is a share of the whole device.") from error
+
+
+def _zeroed_state(resolved: ResolvedConfig, model: LoadedModel, sharding: jax.sharding.Sharding, processors: ProcessorTable) -> DeviceState:
     return make_state(
         model.config, lambda shape, dtype: jax.numpy.zeros(shape, dtype, device=sharding), max_num_seqs=resolved.max_num_seqs,
         num_pages=resolved.num_pages, page_size=resolved.page_size, num_pages_per_seq=resolved.num_pages_per_seq,
-        max_num_tokens=max(x.num_tokens for x in resolved.layouts if not x.decode_only), dtype=resolved.dtype, kv_dtype=resolved.kv_dtype)
+        max_num_tokens=max(x.num_tokens for x in resolved.layouts if not x.decode_only), dtype=resolved.dtype, kv_dtype=resolved.kv_dtype,
+        processors=processors)
 
 
 def make_state(config: ModelConfig, zeros: Callable[[tuple[int, ...], Any], Any], *, max_num_seqs: int, num_pages: int, page_size: int,
-               num_pages_per_seq: int, max_num_tokens: int, dtype: Any, kv_dtype: Any) -> DeviceState:
+               num_pages_per_seq: int, max_num_tokens: int, dtype: Any, kv_dtype: Any,
+               processors: ProcessorTable = NO_PROCESSORS) -> DeviceState:
     """A state of the shapes that an engine needs.
 
     Args:
@@ -264,10 +342,11 @@ def make_state(config: ModelConfig, zeros: Callable[[tuple[int, ...], Any], Any]
       max_num_tokens: T of the largest mixed bucket.
       dtype: of activations.
       kv_dtype: of keys and values.
+      processors: the engine's.
     """
     num_slots, shape = max_num_seqs + 1, (num_pages, config.num_kv_heads, page_size, config.head_dim)
     k, v = (tuple(zeros(shape, kv_dtype) for _ in range(config.num_layers)) for _ in "kv")
-    one = token_rules(SamplingParams(), (), (), vocab_size=config.vocab_size)
+    one = token_rules(SamplingParams(), (), (), vocab_size=config.vocab_size, processors=processors)
     slots = SlotTables(
         recent_tokens=zeros((num_slots, NUM_RECENT), np.int32), counts=zeros((num_slots, config.vocab_size), np.int32),
         rules=jax.tree.map(lambda x: zeros((num_slots, *x.shape), x.dtype), one))

@@ -1,51 +1,78 @@
-"""The step loop: plan -> pack -> run -> apply. Owns scheduler, executables and texts; knows no prompt strings and no files."""
+"""The step loop: plan -> pack -> run -> apply. Owns scheduler, executables and texts; knows no prompt strings and no files.
+
+The equality contract. A request (seed included) on engines of equal settings, weights and kernels gets:
+
+    deterministic=True   the same bits, of tokens and log-probabilities, whether it runs alone or beside any neighbours, is prefilled
+                         whole or in chunks, cold or from the prefix cache (shared, copied and loaded pages alike), was preempted or
+                         not, with or without async_scheduling, in single steps or in bursts (num_scheduler_steps)
+    otherwise            the same tokens up to the first place where the margin between the two likeliest is within the noise of the
+                         dtype; beyond it the two are equally right answers
+
+The first rests on one bucket for every step (resolve.py): equal shapes, hence equal kernels and equal orders of summation for every
+row, wherever it stands. It costs the padding of that bucket in each decode step. On a GPU it also needs kernels whose result for one
+row depends neither on the others nor on where its chunks end, and autotuned choices that stay (compilation_cache_dir keeps them): so
+it is a promise for the CPU, where tests/engine/test_equality.py holds it to the bit, and on a GPU as far as
+`python -m bench.memory --parts=preemption` finds outputs_equal there. Neither mode promises anything across dtypes, page sizes,
+versions of jax, or devices of different kinds.
+"""
 
 import collections
+import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import hardware
 from jaxinfer.engine.compiled import CompiledSteps
+from jaxinfer.engine.dump import StepDumper
 from jaxinfer.engine.guard import Guard
 from jaxinfer.engine.load import LoadedModel
 from jaxinfer.engine.logprobs import HostLogprobs
 from jaxinfer.engine.metrics import EngineMetrics, decode_read_bytes
 from jaxinfer.engine.output import OutputProcessor
-from jaxinfer.engine.pack import pack, pick_layout
+from jaxinfer.engine.pack import SlotWords, pack, pack_again, pick_layout
 from jaxinfer.engine.prompt_scores import Scored, score_calls
 from jaxinfer.engine.resolve import ResolvedConfig, resolve
+from jaxinfer.engine.saved_prefixes import SavedPrefixes
 from jaxinfer.engine.slots import SlotWriter
-from jaxinfer.errors import RequestError
+from jaxinfer.engine.structured import GrammarCompiler
+from jaxinfer.engine.weights import Weights, on_one_device
+from jaxinfer.errors import EngineError, JaxInferError, RequestError
 from jaxinfer.layers.rotary import prompt_class
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.scheduler.pages import PageAllocator
 from jaxinfer.scheduler.plan import SchedulePlan
-from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, NullPrefixCache
+from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, NullPrefixCache, PrefixCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.state import StepOutput
 from jaxinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+type Dispatched = tuple[SchedulePlan, StepOutput, list[Scored]]
+
 
 class Engine:
     """Runs requests to their end, a step at a time. One thread at a time: a second one is refused with EngineError."""
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-        self.model = model
+        model = on_one_device(model)
         self.tokenizer = tokenizer
         self.resolved = resolve_for(model, tokenizer, config)
         self.pages = PageAllocator(self.resolved.num_pages, self.resolved.page_size)
+        self.prefix_cache: PrefixCache = NullPrefixCache()
+        if config.enable_prefix_caching:
+            self.prefix_cache = HashedPrefixCache(self.pages, namespace=self._cache_namespace, enable_page_copies=True)
         self.scheduler = Scheduler(
             max_num_seqs=self.resolved.max_num_seqs, max_num_batched_tokens=self.resolved.max_num_batched_tokens,
             max_model_len=self.resolved.max_model_len, pages=self.pages, policy=config.scheduling_policy,
             length_buckets=config.length_buckets, length_bucket_caps=config.length_bucket_caps,
             long_prefill_share=config.long_prefill_share, preemption_grace_tokens=config.preemption_grace_tokens,
-            prefix_cache=HashedPrefixCache(self.pages, namespace=self._cache_namespace) if config.enable_prefix_caching else NullPrefixCache())
+            prefix_cache=self.prefix_cache)
         self.outputs = OutputProcessor(tokenizer)
         self._guard = Guard()
         self._ended: collections.deque[Request] = collections.deque()
@@ -55,11 +82,16 @@ class Engine:
             decode_read_bytes=decode_read_bytes(model.params, model.config),
             kv_token_bytes=self.resolved.memory.page_bytes // self.resolved.page_size,
             read_bytes_per_s=self.resolved.hardware.read_bytes_per_s)
-        self._in_flight: collections.deque[tuple[SchedulePlan, StepOutput, list[Scored]]] = collections.deque()
+        self._in_flight: collections.deque[list[Dispatched]] = collections.deque()  # bursts; of one step, mostly
         self._depth = 1 if config.async_scheduling and not config.enforce_eager else 0
         self.steps = CompiledSteps(model, self.resolved)
+        self.saved_prefixes = SavedPrefixes(self.prefix_cache, self.pages, self.steps)
+        self.weights = Weights(model, self.steps, self.pages)
         self.warm_up = self.steps.warm_up()
+        self._slot_words = SlotWords(self.resolved.max_num_seqs)
         self._slots = SlotWriter(self.steps, vocab_size=model.config.vocab_size)
+        self.dumps = StepDumper(self.resolved, [p.name for p in self.steps.processors.processors])
+        self.grammars = GrammarCompiler(tokenizer, vocab_size=model.config.vocab_size, num_valid_tokens=self.resolved.num_valid_tokens)
         logger.info("%s", self.describe())
 
     def add(self, request: Request) -> None:
@@ -67,16 +99,48 @@ class Engine:
 
         Raises:
           RequestError: it is empty, holds an id outside the vocabulary, or can never fit.
-          EngineError: an earlier step failed, or another thread is inside the engine.
+          EngineError: an earlier step failed, another thread is inside the engine, or it is asleep.
         """
-        with self._guard.using(RequestError):
+        with self._guard.using(RequestError, EngineError):
+            self.weights.check_awake()
             check_prompt(request.prompt_token_ids, self.resolved)
-            self.scheduler.add(request)
+            self.scheduler.add(request, deadline=None if request.deadline_s is None else request.arrival_time + request.deadline_s)
             self.outputs.start(request)
 
+    @property
+    def model(self) -> LoadedModel:
+        """The model with the weights of now; none of them while asleep."""
+        return self.weights.model
+
+    @contextlib.contextmanager
+    def while_idle(self, purpose: str) -> Iterator[Weights]:
+        """Lends the weights out while nothing runs.
+
+        Raises:
+          EngineError: requests are unfinished, an earlier step failed, or another thread is inside the engine.
+        """
+        with self._guard.using(JaxInferError):
+            self._forget_ended()
+            if self.scheduler.has_unfinished:
+                stats = self.scheduler.stats()
+                raise EngineError(f"{purpose}: {stats.num_running} requests are running and {stats.num_waiting} waiting. Let them end or "
+                                  "withdraw them first (close their streams, abort them); update_weights(..., wait=True) lets them end.")
+            while self._in_flight:  # what was dispatched before the last one ended
+                self._step()
+            yield self.weights
+
+    def abort(self, request: Request) -> None:
+        """Withdraws a request where it stands; its text stays until end()."""
+        with self._guard.using():
+            self.scheduler.abort(request.request_id)
+
     def _cache_namespace(self, request: Request) -> Hashable:
-        """What two requests must have alike, beside tokens, to share pages: their salt, and what rotary makes of the prompt's length."""
-        return request.cache_salt, prompt_class(self.model.config.rope, len(request.prompt_token_ids))
+        """What two requests must have alike, beside tokens, to share pages: their salt, and what rotary makes of the prompt's length.
+
+        Last, the id of one that shares with nobody, whose pages are of no use to another engine: None for all others.
+        """
+        own = request.request_id if request.scores_prompt else None
+        return request.cache_salt, prompt_class(self.model.config.rope, len(request.prompt_token_ids)), own
 
     def end(self, request: Request) -> None:
         """Forgets a request, and withdraws it where it still runs. Never refused: during a step it takes effect right after it."""
@@ -97,7 +161,9 @@ class Engine:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def step(self) -> list[Request]:
-        """Dispatches the next step, then takes in the oldest one whose turn it is. Returns the requests that got a token.
+        """Dispatches the next step, then takes in the oldest one whose turn it is.
+
+        Returns the requests that got a token, and those whose deadline has come.
 
         Raises:
           EngineError: an earlier step failed, or another thread is inside the engine.
@@ -106,37 +172,63 @@ class Engine:
             self.num_step_calls += 1
             self._forget_ended()
             progressed = self._step()
+            expired = self.scheduler.pop_expired()
+            for request in expired:
+                self.outputs.expire(request)
             self._forget_ended()
-            return progressed
+            return progressed + expired
 
     def _step(self) -> list[Request]:
+        if self.dumps.is_armed and self._in_flight:  # a step to be kept must be the only one
+            return self._apply_oldest()
         start = time.perf_counter()
         plan = self.scheduler.next()
         if plan is not None:
-            self._in_flight.append((plan, *self._dispatch(plan)))
+            self._in_flight.append(list(self._dispatch(plan)))
         self.metrics.host_seconds += time.perf_counter() - start
-        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-            return self._apply(*self._in_flight.popleft())
+        if self._in_flight and (plan is None or self.dumps.is_armed or len(self._in_flight) > self._depth):
+            return self._apply_oldest()
         if plan is None:
             self.metrics.pause()
         return []
 
-    def _dispatch(self, plan: SchedulePlan) -> tuple[StepOutput, list[Scored]]:
+    def _apply_oldest(self) -> list[Request]:
+        return list(dict.fromkeys(request for step in self._in_flight.popleft() for request in self._apply(*step)))
+
+    def _dispatch(self, plan: SchedulePlan) -> Iterator[Dispatched]:
+        """Dispatches a step, and where it starts a burst (num_scheduler_steps) those after it.
+
+        A burst is the same executable dispatched again, not a loop on the device: ids stay there in any case, so that the second step
+        needs no word from the host but lengths and pages that are known beforehand. It costs no executable and no compile; its length
+        may differ each time; rows go on being separate steps for scheduler and texts, which drop what follows a stop or an abort; and
+        nothing rests on how a GPU runs loops (XLA keeps WHILE out of command buffers). What it saves is the host's: one decision and
+        one packing for all its steps. What it cannot save is the launch of each.
+        """
+        self.dumps.expect(plan)
         layout = pick_layout(self.resolved.layouts, plan)
         updates = plan.page_updates
         if len(updates) > layout.num_updates:
             self.steps.write_page_table(list(updates[layout.num_updates:]))
             updates = updates[:layout.num_updates]
+        if plan.page_copies:
+            self.steps.copy_pages(plan.page_copies)
         self._slots.write(plan)
         params = [row.request.params for row in plan.rows]
-        output = self.steps.run(layout, pack(plan, layout, updates), samples=any(not p.is_greedy for p in params),
-                                wants_logprobs=any(p.logprobs is not None for p in params))
-        return output, [Scored(call=call, logprobs=self.steps.score_prompt(call.rows, call.targets)) for call in score_calls(plan)]
+        buffer, samples = pack(plan, layout, updates, self._slot_words), any(not p.is_greedy for p in params)
+        output = self.steps.run(layout, buffer, samples=samples, wants_logprobs=any(p.logprobs is not None for p in params),
+                                before_sampling=lambda: self._slots.write_masks(plan))
+        yield plan, output, [Scored(call=call, logprobs=self.steps.score_prompt(call.rows, call.targets)) for call in score_calls(plan)]
+        num_more = self.resolved.engine.num_scheduler_steps - 1
+        if num_more and not self.dumps.is_armed and not plan.num_prefill_tokens and all(p.is_plain for p in params):
+            for following in itertools.islice(self.scheduler.again(plan), num_more):
+                buffer = pack_again(buffer, following, layout)
+                yield following, self.steps.run(layout, buffer, samples=samples, wants_logprobs=False), []
 
     def _apply(self, plan: SchedulePlan, output: StepOutput, scored: Sequence[Scored]) -> list[Request]:
         """Waits for a step's tokens and hands them to texts and scheduler."""
         tokens: Sequence[int] = np.asarray(output.tokens).tolist()
         finite: Sequence[bool] = np.asarray(output.finite).tolist()
+        self.dumps.take(plan, self.steps.state, tokens, finite)
         logprobs = HostLogprobs(output.logprobs) if output.logprobs is not None else None
         start = time.perf_counter()
         for s in scored:

@@ -1,5 +1,5 @@
-"""From sampled ids to text and log-probabilities: stop ids, stop strings, length, and what may be shown while a request still runs.
-No jax."""
+"""From sampled ids to text and log-probabilities: stop ids, stop strings, a grammar's end, length, and what may be shown while a request
+still runs. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -61,14 +61,26 @@ class OutputProcessor:
                 state.text += state.detokenizer.push(token_id)
             self._flush(state)
             return FinishReason.STOP
+        ends_by_grammar = request.grammar is not None and request.grammar.accept(token_id)
+        if ends_by_grammar and request.grammar.error is not None:
+            return FinishReason.ERROR
         ends_by_length = request.num_tokens + 1 >= request.max_total_len
         if state.detokenizer is not None:
             seen = len(state.text)
-            state.text += state.detokenizer.push(token_id) + (state.detokenizer.flush() if ends_by_length else "")
+            ends = ends_by_length or ends_by_grammar
+            state.text += state.detokenizer.push(token_id) + (state.detokenizer.flush() if ends else "")
             may_stop = len(request.output_token_ids) + 1 > request.params.min_tokens
             if may_stop and self._cut_at_stop_string(state, request, seen):
                 return FinishReason.STOP
+        if ends_by_grammar:
+            return FinishReason.STOP
         return FinishReason.LENGTH if ends_by_length else None
+
+    def expire(self, request: Request) -> None:
+        """Ends the text of a request that its deadline ended: nothing follows what it held back."""
+        state = self._live[request.request_id]
+        self._flush(state)
+        state.stop_reason = "deadline"
 
     def text(self, request: Request) -> tuple[str, int | str | None]:
         """(text, stop reason). While the request runs, text that may be the start of a stop string is held back."""

@@ -1,5 +1,5 @@
 """The step as a pure function: page-table updates, forward pass over the pages, greedy tokens; beside it the functions that sample for
-rows that ask for more, write a slot's tables and score prompt tokens. No jit and no host state here."""
+rows that ask for more, copy pages, write a slot's tables and score prompt tokens. No jit and no host state here."""
 
 import dataclasses
 from typing import Any
@@ -10,8 +10,20 @@ import jax.numpy as jnp
 from jaxinfer.layers.attention import PagedContext
 from jaxinfer.models.registry import bind
 from jaxinfer.sampling.logprobs import logprobs_of
+from jaxinfer.sampling.processors import ProcessorTable
 from jaxinfer.sampling.sampler import greedy, sample
-from jaxinfer.state import NUM_RECENT, DeviceState, SamplingState, SlotTables, StepInput, StepLayout, StepOutput, TokenLogprobs, TokenRules
+from jaxinfer.state import (
+    NUM_RECENT,
+    DeviceState,
+    KVCache,
+    SamplingState,
+    SlotTables,
+    StepInput,
+    StepLayout,
+    StepOutput,
+    TokenLogprobs,
+    TokenRules,
+)
 
 
 def step(
@@ -49,21 +61,22 @@ def step(
     return StepOutput(tokens=tokens, finite=finite), logits, DeviceState(cache=context.cache, page_table=page_table, slots=slots, hidden=kept)
 
 
-def sample_rows(slots: SlotTables, logits: jax.Array, row_words: jax.Array, *, layout: StepLayout,
-                num_valid_tokens: int) -> tuple[StepOutput, SlotTables]:
+def sample_rows(slots: SlotTables, logits: jax.Array, row_words: jax.Array, *, layout: StepLayout, num_valid_tokens: int,
+                processors: ProcessorTable) -> tuple[StepOutput, SlotTables]:
     """Samples for the rows of the step just run, in place of its greedy tokens.
 
     Args:
       slots: the slots' tables. DONATED: use the ones returned.
       logits: [B, V] float32, the step's.
       row_words: [layout.num_row_words] int32, the first part of the step's buffer.
-      layout: any bucket with B rows; static, as is the remaining argument.
+      layout: any bucket with B rows; static, as are the remaining arguments.
       num_valid_tokens: vocabulary ids at or above this are never sampled.
+      processors: the logit processors that a row may ask for.
     """
     sampling, samples = layout.unpack_rows(row_words)
-    tokens, finite = sample(logits, sampling, slots, num_valid_tokens=num_valid_tokens)
+    tokens, finite = sample(logits, sampling, slots, num_valid_tokens=num_valid_tokens, processors=processors)
     sampled = _sampled_slots(sampling, samples, layout)
-    counted = jnp.where(sampling.penalises, sampled, layout.null_slot)
+    counted = jnp.where(sampling.counts, sampled, layout.null_slot)
     slots = dataclasses.replace(_remember(slots, tokens, sampled, sampling.position), counts=slots.counts.at[counted, tokens].add(1))
     return StepOutput(tokens=tokens, finite=finite), slots
 
@@ -82,12 +95,39 @@ def update_page_table(state: DeviceState, slots: jax.Array, entries: jax.Array, 
     return dataclasses.replace(state, page_table=state.page_table.at[slots, entries].set(pages))
 
 
+def copy_pages(state: DeviceState, sources: jax.Array, destinations: jax.Array) -> DeviceState:
+    """Copies the keys and values of pages over all layers, in place: only the copied pages are moved. DONATES state.
+
+    Args:
+      state: after every step that writes a source, before the one that reads a destination.
+      sources: [C] int32; all of them are read before anything is written. The null page in padding.
+      destinations: [C] int32, no two alike but for the null page in padding, which is copied onto itself.
+    """
+    def copied(pages: jax.Array) -> jax.Array:  # [P, K, Z, H]
+        moved = jax.lax.optimization_barrier(pages[sources])  # read for good: fused with the write, the pool would be copied first
+        return pages.at[destinations].set(moved)
+
+    with jax.named_scope("copy_pages"):
+        return dataclasses.replace(state, cache=KVCache(k=tuple(map(copied, state.cache.k)), v=tuple(map(copied, state.cache.v))))
+
+
 def write_rules(state: DeviceState, slot: jax.Array, recent_tokens: jax.Array, rules: TokenRules) -> DeviceState:
     """Gives a slot the rules of the request that takes it over, and the last tokens of its output [NUM_RECENT]. DONATES state."""
     slots = dataclasses.replace(
         state.slots, recent_tokens=state.slots.recent_tokens.at[slot].set(recent_tokens),
         rules=jax.tree.map(lambda table, row: table.at[slot].set(row), state.slots.rules, rules))
     return dataclasses.replace(state, slots=slots)
+
+
+def write_masks(table: jax.Array, slots: jax.Array, masks: jax.Array) -> jax.Array:
+    """Gives rows under a grammar the mask of their next token.
+
+    Args:
+      table: [S + 1, 2, W] uint32, TokenRules.masks of all slots. DONATED: use the one returned.
+      slots: [C] int32; S in padding.
+      masks: [C, W] uint32.
+    """
+    return table.at[slots, 0].set(masks)
 
 
 def write_counts(state: DeviceState, slot: jax.Array, counts: jax.Array) -> DeviceState:

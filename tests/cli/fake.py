@@ -16,13 +16,15 @@ class FakeLLM:
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
         self.calls: list[tuple[Any, SamplingParams]] = []
+        self.urgency: list[tuple[int, float | None]] = []
         self.num_generate_calls = 0
         self.num_withdrawn = 0
         self.after_token: Any = lambda: None
 
-    def generate(self, prompts: Any, params: Any = None, *, use_tqdm: bool = False, on_error: str = "raise",
-                 on_output: Any = lambda index, output: None) -> list[RequestOutput]:
+    def generate(self, prompts: Any, params: Any = None, *, priority: Any = 0, deadline_s: Any = None, use_tqdm: bool = False,
+                 on_error: str = "raise", on_output: Any = lambda index, output: None) -> list[RequestOutput]:
         assert on_error == "return"
+        self.urgency += zip(priority, deadline_s, strict=True)
         self.num_generate_calls += 1
         outputs = []
         for prompt, p in zip(prompts, params, strict=True):
@@ -33,8 +35,10 @@ class FakeLLM:
             on_output(index, outputs[index])
         return outputs
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Any, params: SamplingParams | None = None, *, priority: int = 0,
+               deadline_s: float | None = None) -> Iterator[RequestOutput]:
         assert params is not None
+        self.urgency.append((priority, deadline_s))
         self.calls.append((prompt, params))
         text = answer_to(prompt)
         if text == "TOO LONG":

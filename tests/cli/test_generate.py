@@ -308,3 +308,11 @@ def test_figures_leave_out_what_is_unknown() -> None:
     assert generate.figures({"ttft_ms": None, "num_output_tokens": 2}) == "0 prompt + 2 output = 2 tokens"
     shown = generate.figures({"roofline_share": 0.634, "num_compiles_after_warmup": 2})
     assert "63 % of the bandwidth roofline" in shown and "2 compiles after warm-up" in shown
+
+
+def test_lines_bring_priority_and_deadline(run: Any, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "in.jsonl", {"prompt": "a", "priority": 3}, {"prompt": "b", "deadline_s": 2.5}, {"prompt": "c", "priority": "x"})
+    for flags in ((), ("--stream",)):
+        ran = run(f"--prompts_file={file}", *flags)
+        assert ran.code == 1 and "line 3: priority = 'x'" in ran.err
+        assert ran.llm.urgency == [(3, None), (0, 2.5)]

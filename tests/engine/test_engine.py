@@ -117,7 +117,7 @@ def test_a_long_cached_prefix_needs_more_page_updates_than_a_bucket_takes(make_l
     (prompt,) = prompts_of([370], seed=6)
     params = jaxinfer.SamplingParams(max_tokens=5, **GREEDY)
     cold, warm = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
-    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens == 368 and ids([cold]) == ids([warm])
+    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens == 369 and ids([cold]) == ids([warm])
     assert max(x.num_updates for x in llm.engine.resolved.layouts) < 368 // 16
 
 
@@ -167,7 +167,8 @@ def test_bad_requests_beside_the_prompt(make_llm):
     ({"block_size": 16}, ConfigError, "given twice"), ({"scheduling_policy": "lifo"}, ConfigError, "fcfs"),
     ({"dtype": "int4"}, ConfigError, "bfloat16"), ({"tensor_parallel_size": 2}, ConfigError, "not implemented"),
     ({"num_pages": 64, "kv_cache_memory_bytes": 10**6}, ConfigError, "give one of them"),
-    ({"token_buckets": (8, 4)}, ConfigError, "increasing"),
+    ({"token_buckets": (8, 4)}, ConfigError, "increasing"), ({"deterministic": True}, ConfigError, "leave out one of the two"),
+    ({"num_scheduler_steps": 0}, ConfigError, "an integer in [1, 32]"),
 ])
 def test_settings_that_cannot_work_are_refused(tiny_model, settings, error, message):
     from tests.engine.conftest import SMALL

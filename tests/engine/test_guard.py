@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxinfer
+from jaxinfer.batch import steps_to_ends
 from jaxinfer.engine import engine as engine_module
 from jaxinfer.engine.guard import Guard
 from jaxinfer.errors import EngineError, RequestError
@@ -69,7 +70,7 @@ def test_a_failure_inside_a_step_is_named_by_every_later_call(tiny_model, monkey
 def test_a_refused_request_does_not_break_the_engine(make_llm):
     llm = make_llm()
     with pytest.raises(RequestError):
-        llm.engine.add(dataclasses.replace(llm._group(PROMPT, PARAMS).requests[0], prompt_token_ids=()))
+        llm.engine.add(dataclasses.replace(llm.groups.make(PROMPT, PARAMS).requests[0], prompt_token_ids=()))
     assert len(llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids) == 6
 
 
@@ -151,20 +152,20 @@ def test_requests_withdrawn_from_outside_end(make_llm):
 
 def test_work_that_the_engine_does_not_know_is_an_error(make_llm):
     llm = make_llm()
-    group = llm._group(PROMPT, PARAMS)
+    group = llm.groups.make(PROMPT, PARAMS)
     with pytest.raises(EngineError, match="internal error"):
-        next(llm._steps_to_ends({0: group}, {}))
+        next(steps_to_ends(llm.engine, {0: group}, {}))
 
 
 def test_a_refused_group_leaves_nothing(make_llm, monkeypatch):
     llm = make_llm()
     add, added = llm.engine.scheduler.add, []
 
-    def refuses_the_second(request):
+    def refuses_the_second(request, **deadline):
         if added:
             raise RequestError("no room")
         added.append(request)
-        add(request)
+        add(request, **deadline)
 
     monkeypatch.setattr(llm.engine.scheduler, "add", refuses_the_second)
     (out,) = llm.generate(PROMPT, jaxinfer.SamplingParams(n=2), on_error="return")

@@ -40,7 +40,8 @@ def make(model, tokenizer):
     def make(**settings):
         key = tuple(sorted(settings.items()))
         if key not in made:
-            made[key] = jaxinfer.LLM.from_model(model, tokenizer=tokenizer, **{**SMALL, "max_model_len": LENGTH, "num_pages": 400, **settings})
+            base = {k: v for k, v in SMALL.items() if not (settings.get("deterministic") and k.endswith("_buckets"))}
+            made[key] = jaxinfer.LLM.from_model(model, tokenizer=tokenizer, **{**base, "max_model_len": LENGTH, "num_pages": 400, **settings})
         return made[key]
 
     return make
@@ -184,7 +185,7 @@ def test_a_scored_prompt_is_computed_whole_and_leaves_the_prefix_cache_alone(mak
     assert llm.generate(prompt, plain)[0].num_cached_tokens == 0
     first, second = (llm.generate(prompt, scored)[0] for _ in range(2))
     assert first.num_cached_tokens == second.num_cached_tokens == 0 and first.prompt_logprobs == second.prompt_logprobs
-    assert llm.generate(prompt, plain)[0].num_cached_tokens == 80
+    assert llm.generate(prompt, plain)[0].num_cached_tokens == 89
 
 
 def test_the_whole_matrix_of_parameters_compiles_nothing(make):
