@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MODEL = flags.DEFINE_string("model", None, "Converted checkpoint, Hugging Face folder or .gguf file.")
 _SHAPE = flags.DEFINE_string("shape", None, "Random weights at this named shape instead (see jaxinfer/models/shapes.py).")
+_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["int4", "int8"], "Quantises the projections of --shape; a checkpoint says itself.")
 _DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Dtypes to run, one engine each.")
 _BATCH_SIZES = flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Sequences that decode together.")
 _PROMPT_LEN = flags.DEFINE_integer("prompt_len", 512, "Prompt tokens a sequence in the decode runs.", lower_bound=1)
@@ -36,6 +37,7 @@ _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Engine setting; de
 _PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting.")
 _MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1)
 _TOKEN_BUCKETS = flags.DEFINE_list("token_buckets", None, "Engine setting.")
+_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting.", lower_bound=1, upper_bound=32)
 _ATTENTION = flags.DEFINE_string("attention_implementation", "auto", "Engine setting.")
 _HF_PYTHON = flags.DEFINE_string("hf_python", None, "Interpreter with torch and transformers: runs the peer beside, on the same prompts' size.")
 _HF_MODEL = flags.DEFINE_string("hf_model", None, "What the peer loads: Hugging Face folder or .gguf file; default: --model.")
@@ -47,19 +49,20 @@ def make_engine(dtype: str, max_num_seqs: int) -> "LLM":
     """An LLM for the flags, on prompts given as ids."""
     import jaxinfer
     from jaxinfer.engine.load import random_model
-    from jaxinfer.models.shapes import SHAPES
+    from jaxinfer.models.shapes import SHAPES, quantized
 
     longest = max([_PROMPT_LEN.value + _MAX_TOKENS.value, *[int(t) + 2 for t in _TTFT_LENS.value], 2048 + 128 if _THROUGHPUT.value else 0])
     settings: dict[str, Any] = {
         "dtype": dtype, "max_num_seqs": max_num_seqs, "enable_prefix_caching": False, "page_size": _PAGE_SIZE.value,
         "max_model_len": _MAX_MODEL_LEN.value or -(-longest // 64) * 64, "attention_implementation": _ATTENTION.value,
-        "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS.value,
+        "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS.value, "num_scheduler_steps": _BURST.value,
         "token_buckets": tuple(map(int, _TOKEN_BUCKETS.value)) if _TOKEN_BUCKETS.value else None}
     if _SHAPE.value is None:
         return jaxinfer.LLM(str(_MODEL.value), **settings)
     if _SHAPE.value not in SHAPES:
         raise app.UsageError(f"--shape={_SHAPE.value}: must be one of {', '.join(SHAPES)}.")
-    return jaxinfer.LLM.from_model(random_model(SHAPES[_SHAPE.value], dtype=dtype, seed=0), **settings)
+    config = SHAPES[_SHAPE.value] if _QUANTIZATION.value is None else quantized(SHAPES[_SHAPE.value], _QUANTIZATION.value)
+    return jaxinfer.LLM.from_model(random_model(config, dtype=dtype, seed=0), **settings)
 
 
 def random_prompts(llm: "LLM", lengths: list[int], seed: int) -> list[dict[str, list[int]]]:
@@ -88,28 +91,44 @@ def decode_row(llm: "LLM", batch: int) -> dict[str, Any]:
 
 
 def profile_decode(llm: "LLM", batch: int, steps: int = 8) -> dict[str, Any]:
-    """The hottest kernels of `steps` decode steps at a context of the prompt's length."""
+    """The hottest kernels of `steps` decode steps, or as many bursts, at a context of the prompt's length."""
+    num_prefill_steps = -(-batch * _PROMPT_LEN.value // llm.engine.resolved.max_num_batched_tokens)
+    return profile_steps(llm, random_prompts(llm, [_PROMPT_LEN.value] * batch, seed=99), steps, skip=4,
+                         max_tokens=(steps + 24) * _BURST.value + num_prefill_steps)
+
+
+def profile_mixed(llm: "LLM", num_requests: int, steps: int = 4) -> dict[str, Any]:
+    """The hottest kernels of `steps` steps in the midst of the throughput run, while prompts and decodes share them."""
+    lengths = np.random.default_rng(0).integers(32, 2049, num_requests).tolist()
+    return profile_steps(llm, random_prompts(llm, lengths, seed=1), steps, skip=0, max_tokens=128)
+
+
+def profile_steps(llm: "LLM", prompts: list[dict[str, list[int]]], steps: int, *, skip: int, max_tokens: int) -> dict[str, Any]:
+    """Profiles `steps` steps: with `skip`, from when every request has that many tokens; else from when half of them have one."""
     import jaxinfer
 
-    params = jaxinfer.SamplingParams(temperature=0, max_tokens=steps + 24, ignore_eos=True)
-    groups = [llm._group(p, params) for p in random_prompts(llm, [_PROMPT_LEN.value] * batch, seed=99)]
+    params = jaxinfer.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    groups = [llm.groups.make(p, params) for p in prompts]
     for group in groups:
-        llm._add(group)
-    while any(len(r.output_token_ids) < 4 for group in groups for r in group.requests):
+        llm.groups.add(group)
+    requests = [r for group in groups for r in group.requests]
+    while sum(len(r.output_token_ids) >= max(skip, 1) for r in requests) < (len(requests) if skip else len(requests) // 2):
         llm.engine.step()
 
     def work() -> None:
         for _ in range(steps):
             llm.engine.step()
 
-    figures = profiling.profile(work)
+    num_before = llm.engine.metrics.num_steps
+    figures = profiling.profile(work, top=16)
+    num_steps = llm.engine.metrics.num_steps - num_before
     while llm.engine.has_work:
         llm.engine.step()
     for group in groups:
-        llm._finish(group)
+        llm.groups.finish(group)
     if figures:
-        figures["busy_ms_per_step"] = figures["busy_ms"] / steps
-        figures["kernels_per_step"] = figures["num_kernels"] / steps
+        figures["busy_ms_per_step"] = figures["busy_ms"] / num_steps
+        figures["kernels_per_step"] = figures["num_kernels"] / num_steps
     return figures
 
 
@@ -168,9 +187,11 @@ def run_dtype(dtype: str) -> dict[str, Any]:
         figures["throughput"] = throughput_row(llm, _THROUGHPUT.value)
         print(figures["throughput"], flush=True)
     if _PROFILE.value:
-        figures["profile"] = {b: profile_decode(llm, b) for b in batches}
-        for batch, p in figures["profile"].items():
-            print(f"batch {batch}:", {k: v for k, v in p.items() if k != "kernels"})
+        figures["profile"] = {str(b): profile_decode(llm, b) for b in batches}
+        if _THROUGHPUT.value:
+            figures["profile"]["mixed"] = profile_mixed(llm, _THROUGHPUT.value)
+        for name, p in figures["profile"].items():
+            print(f"batch {name}:", {k: v for k, v in p.items() if k != "kernels"})
             print(report.table(p.get("kernels", [])), flush=True)
     figures["num_compiles_after_warmup"] = llm.metrics()["num_compiles_after_warmup"]
     figures["memory_bytes"] = llm.metrics()["memory_bytes"]
@@ -182,15 +203,19 @@ def run_dtype(dtype: str) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     if (_MODEL.value is None) == (_SHAPE.value is None):
         raise app.UsageError("give exactly one of --model and --shape.")
+    if _QUANTIZATION.value is not None and _SHAPE.value is None:
+        raise app.UsageError("--quantization needs --shape: a checkpoint is quantised already, or by python -m convert.quantize.")
     folder = None if _OUTPUT_DIR.value is None else cli.expanded("output_dir", _OUTPUT_DIR.value)
-    figures: dict[str, Any] = {"model": _MODEL.value and Path(_MODEL.value).name, "shape": _SHAPE.value, "prompt_len": _PROMPT_LEN.value,
+    figures: dict[str, Any] = {"model": _MODEL.value and Path(_MODEL.value).name, "shape": _SHAPE.value,
+                               "quantization": _QUANTIZATION.value, "prompt_len": _PROMPT_LEN.value,
                                "max_tokens": _MAX_TOKENS.value, "repeats": _REPEATS.value}
     figures["runs"] = [run_dtype(dtype) for dtype in _DTYPES.value]
     if _HF_PYTHON.value:
         figures["peer"] = peer_rows()
         print(report.table(figures["peer"]))
     device = report.environment()["device"].split(" (")[0].replace(" ", "-").lower()
-    subject = _SHAPE.value or Path(str(_MODEL.value)).name
+    quantization = "" if _QUANTIZATION.value is None else f"-{_QUANTIZATION.value}"
+    subject = f"{_SHAPE.value}{quantization}" if _SHAPE.value else Path(str(_MODEL.value)).name
     path = report.write(_NAME.value or f"offline-{subject}-{device}", figures, folder)
     print(f"written to {path}")
 
