@@ -63,7 +63,9 @@ def spec_of(case: Case, inputs: Inputs) -> AttentionSpec:
 
 
 def runner(impl: Implementation[AttentionSpec], target: Target, case: Case, inputs: Inputs) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(impl.run, scale=case.scale, spec=spec_of(case, inputs), target=target))
+    run = functools.partial(impl.run, scale=case.scale, spec=spec_of(case, inputs), target=target)
+    # The interpreter calls back into Python: two kernels of one executable would wait for each other's threads on a small CPU.
+    return run if target.interpret else jax.jit(run)
 
 
 def variants(cases: dict[str, Case]) -> list[object]:
