@@ -24,6 +24,8 @@ from pallas_kernels.ragged_paged_attention.config import (
     mosaic_config,
     mosaic_prefill_config,
     mosaic_refusal,
+    triton_config,
+    triton_refusal,
     wgmma_config,
     wgmma_refusal,
     xla_config,
@@ -148,6 +150,11 @@ def _supports_wgmma(spec: AttentionSpec, target: Target) -> Unsupported | None:
     return None if reason is None else Unsupported(reason)
 
 
+def _supports_jax_triton(spec: AttentionSpec, target: Target) -> Unsupported | None:
+    reason = triton_refusal(spec, target)
+    return None if reason is None else Unsupported(reason)
+
+
 def _supports_all(spec: AttentionSpec, target: Target) -> Unsupported | None:
     return None
 
@@ -193,6 +200,16 @@ def _prefill_or_mixed(prefill: Callable[..., jax.Array], arrays: tuple[jax.Array
                         decode=_mosaic_decode(one_each, target, scale=scale))
 
 
+def _run_jax_triton(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array,
+                    kv_lens: jax.Array, *, scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
+    from pallas_kernels.ragged_paged_attention import kernel_jax_triton  # late: an optional package
+
+    assert target.compute_capability is not None, "triton_refusal lets none without through"
+    return kernel_jax_triton.decode_attention(
+        q, k_pages, v_pages, page_table, cu_q_lens, kv_lens, scale=scale, sliding_window=spec.sliding_window, softcap=spec.softcap,
+        config=triton_config(spec), compute_capability=target.compute_capability)
+
+
 def _run_xla(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
              scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
     return kernel_xla.ragged_paged_attention(
@@ -209,6 +226,9 @@ def _run_reference(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_ta
 IMPLS: tuple[Implementation[AttentionSpec], ...] = (
     Implementation(name="wgmma", reason="prefill by warpgroup mma, sm_90", supports=_supports_wgmma, run=_run_wgmma),
     Implementation(name="mosaic", reason="paged decode and prefill by mma, sm_80 and sm_90", supports=_supports_mosaic, run=_run_mosaic),
+    # Behind mosaic, since jax-triton 0.3's calls are not captured in CUDA graphs; before the jnp form, which copies every page it reads.
+    Implementation(name="jax_triton", reason="paged decode in Triton, any page size, where jax-triton is installed",
+                   supports=_supports_jax_triton, run=_run_jax_triton),
     Implementation(name="xla", reason="blocked online softmax, any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
     Implementation(name="reference", reason="the oracle: float32, whole tables", supports=_supports_all, run=_run_reference),
 )

@@ -1,6 +1,7 @@
 """Static facts of an attention call and the tile sizes derived from them. Frozen values and heuristics: computes on no array."""
 
 import dataclasses
+from importlib.util import find_spec
 
 from pallas_kernels.dispatch import Target
 
@@ -125,6 +126,24 @@ class WgmmaConfig:
     """Blocks of keys and values in flight."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonConfig:
+    """Tiles of kernel_jax_triton, which decodes."""
+
+    splits: int
+    """Programs that share one row and KV head."""
+    min_keys: int
+    """Keys that a program takes at least; whole blocks."""
+    block_kv: int
+    """Keys in a step."""
+    group_rows: int
+    """Rows of the tile that holds the query heads of a KV head."""
+    num_warps: int
+    """Warps of a program."""
+    stages: int
+    """Blocks in flight."""
+
+
 MOSAIC_GROUP_ROWS = 16      # the smallest tensor-core tile; a group of fewer query heads is padded to it
 MOSAIC_HEAD_DIMS = (64, 128)
 MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
@@ -136,6 +155,10 @@ MOSAIC_LONG_BLOCKS = 512        # the same where sequences can be long: a block 
 MOSAIC_LONG_PAGES = 32
 MOSAIC_PREFILL_BLOCK_Q = 64     # four warps of one m-tile each
 MOSAIC_PREFILL_STAGES = 3
+TRITON_HEAD_DIMS = (64, 128)
+TRITON_MAX_GROUPS = 64
+TRITON_BLOCK_KV = 64
+TRITON_STAGES = 3
 WGMMA_CAPABILITIES = ((9, 0),)
 WGMMA_BLOCK_Q = 128         # two warpgroups of 64 tokens
 WGMMA_BLOCK_KV = 128
@@ -196,6 +219,32 @@ def mosaic_prefill_config(spec: AttentionSpec) -> PrefillConfig:
     """
     block_kv = 64 if spec.head_dim == 64 and spec.page_size % 64 == 0 else 32
     return PrefillConfig(block_q=MOSAIC_PREFILL_BLOCK_Q, block_kv=block_kv, stages=MOSAIC_PREFILL_STAGES)
+
+
+def triton_refusal(spec: AttentionSpec, target: Target) -> str | None:
+    """Why kernel_jax_triton cannot do a call on a target, or None if it can."""
+    missing = [package for package in ("jax_triton", "triton") if find_spec(package) is None]
+    reasons = (
+        (target.platform != "gpu", f"needs an NVIDIA GPU, not {target.platform}"),
+        (target.interpret, "has no interpreter"),
+        (bool(missing), f"needs the package {' and '.join(missing)}: pip install 'jaxinfer[triton]'"),
+        (target.compute_capability is None or target.compute_capability < (8, 0), f"needs sm_80 or newer, not {target.compute_capability}"),
+        (not spec.is_decode, "decodes only (max_q_len 1)"),
+        (spec.kv_dtype not in ("bfloat16", "float16"), f"needs 16-bit pages, not {spec.kv_dtype}"),
+        (spec.q_dtype != spec.kv_dtype, f"needs queries in the pages' dtype, not {spec.q_dtype} over {spec.kv_dtype}"),
+        (spec.head_dim not in TRITON_HEAD_DIMS, f"has no tiles for head dim {spec.head_dim}, only {TRITON_HEAD_DIMS}"),
+        (spec.num_groups > TRITON_MAX_GROUPS, f"packs at most {TRITON_MAX_GROUPS} query heads a KV head, not {spec.num_groups}"),
+    )
+    return next((reason for refused, reason in reasons if refused), None)
+
+
+def triton_config(spec: AttentionSpec) -> TritonConfig:
+    """Tile sizes of kernel_jax_triton for a decode call; as many programs as kernel_mosaic has blocks."""
+    blocks_per_row = -(-spec.pages_per_seq * spec.page_size // TRITON_BLOCK_KV)
+    splits = max(1, min(MOSAIC_MAX_SPLITS, blocks_per_row, -(-MOSAIC_BLOCKS // (spec.num_tokens * spec.num_kv_heads))))
+    group_rows = max(16, 1 << (spec.num_groups - 1).bit_length())
+    return TritonConfig(splits=splits, min_keys=2 * TRITON_BLOCK_KV, block_kv=TRITON_BLOCK_KV, group_rows=group_rows, num_warps=4,
+                        stages=TRITON_STAGES)
 
 
 def wgmma_refusal(spec: AttentionSpec, target: Target) -> str | None:

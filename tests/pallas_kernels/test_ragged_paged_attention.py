@@ -11,9 +11,10 @@ import pytest
 
 from pallas_kernels import ContractError, Target, Unsupported, ragged_paged_attention, ragged_paged_attention_choice, write_kv_pages
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.ragged_paged_attention import config
 from pallas_kernels.ragged_paged_attention.api import IMPLS, attention_spec
-from pallas_kernels.ragged_paged_attention.config import AttentionSpec, mosaic_shared_bytes, xla_config
-from tests.pallas_kernels.paged import A100, CPU, H200, TARGETS, Case, Inputs, check_error_budget, make_inputs
+from pallas_kernels.ragged_paged_attention.config import AttentionSpec, mosaic_shared_bytes, triton_refusal, xla_config
+from tests.pallas_kernels.paged import A100, CPU, H200, INTERPRETED, TARGETS, Case, Inputs, check_error_budget, make_inputs
 
 CASES = {
     "decode": Case(rows=((1, 100), (1, 1), (1, 48)), max_q_len=1),
@@ -30,6 +31,9 @@ CASES = {
                                       max_q_len=1),
     "decode_h64_many_splits": Case(rows=((1, 577), (1, 3)), num_heads=3, num_kv_heads=1, page_size=32, dtype="bfloat16", max_q_len=1,
                                    spare_entries=0),
+    "decode_bf16_page48": Case(rows=((1, 129), (0, 0), (1, 301)), num_heads=6, num_kv_heads=2, page_size=48, dtype="bfloat16",
+                               num_padding=2, max_q_len=1),
+    "decode_f16_gqa17": Case(rows=((1, 129), (1, 40)), num_heads=34, num_kv_heads=2, dtype="float16", max_q_len=1),
     "prefill_bf16_odd": Case(rows=((67, 67), (1, 1), (0, 0), (3, 99)), num_heads=2, num_kv_heads=1, head_dim=128, page_size=64,
                              dtype="bfloat16", num_padding=9),
     "prefill_f16_window_softcap": Case(rows=((40, 301), (100, 100)), num_heads=1, num_kv_heads=1, page_size=32, dtype="float16",
@@ -94,7 +98,10 @@ def test_within_error_budget_and_repeatable(case: Case, impl: Implementation[Att
 
 
 def test_every_implementation_is_exercised() -> None:
-    assert {param.values[1].name for param in variants(CASES)} == {impl.name for impl in IMPLS}
+    missing = {impl.name for impl in IMPLS} - {param.values[1].name for param in variants(CASES)}
+    assert missing <= {"jax_triton"}
+    if missing:  # it has no interpreter
+        pytest.skip(f"jax_triton: {triton_refusal(spec_of(GOOD_DECODE, make_inputs(GOOD_DECODE)), INTERPRETED)}")
 
 
 NEIGHBOURS = {
@@ -230,11 +237,13 @@ MOSAIC_REFUSALS = {
 
 
 @pytest.mark.parametrize(("target", "changes", "message"), MOSAIC_REFUSALS.values(), ids=MOSAIC_REFUSALS.keys())
-def test_mosaic_refuses_with_a_reason_and_xla_takes_over(target: Target, changes: dict[str, object], message: str) -> None:
+def test_mosaic_refuses_with_a_reason_and_xla_takes_over(target: Target, changes: dict[str, object], message: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)  # without jax-triton
     case = dataclasses.replace(GOOD_DECODE, **changes)  # type: ignore[arg-type]
     spec = spec_of(case, make_inputs(case))
     choice = ragged_paged_attention_choice(spec, target)
-    assert choice.implementation == "xla" and [name for name, _ in choice.rejected] == ["wgmma", "mosaic"]
+    assert choice.implementation == "xla" and [name for name, _ in choice.rejected] == ["wgmma", "mosaic", "jax_triton"]
     with pytest.raises(Unsupported, match=message):
         ragged_paged_attention_choice(spec, target, implementation="mosaic")
 
@@ -266,11 +275,44 @@ def test_wgmma_refuses_with_a_reason_and_mosaic_takes_over(target: Target, chang
         ragged_paged_attention_choice(spec, target, implementation="wgmma")
 
 
+TRITON_REFUSALS = {
+    "cpu": (CPU, {}, "needs an NVIDIA GPU, not cpu"),
+    "interpreted": (dataclasses.replace(H200, interpret=True), {}, "has no interpreter"),
+    "turing": (dataclasses.replace(A100, compute_capability=(7, 5)), {}, r"needs sm_80 or newer, not \(7, 5\)"),
+    "prefill": (H200, {"max_q_len": None}, r"decodes only \(max_q_len 1\)"),
+    "f32": (A100, {"dtype": "float32"}, "needs 16-bit pages, not float32"),
+    "mixed_dtypes": (H200, {"kv_dtype": "float16"}, "not bfloat16 over float16"),
+    "head_dim": (H200, {"head_dim": 80}, r"has no tiles for head dim 80, only \(64, 128\)"),
+    "groups": (H200, {"num_heads": 130}, "packs at most 64 query heads a KV head, not 65"),
+}
+
+
+@pytest.mark.parametrize(("target", "changes", "message"), TRITON_REFUSALS.values(), ids=TRITON_REFUSALS.keys())
+def test_jax_triton_refuses_with_a_reason(target: Target, changes: dict[str, object], message: str,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: name)  # as if it were installed
+    case = dataclasses.replace(GOOD_DECODE, **changes)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match=message):
+        ragged_paged_attention_choice(spec_of(case, make_inputs(case)), target, implementation="jax_triton")
+
+
+@pytest.mark.parametrize("target", (A100, H200), ids=("a100", "h200"))
+def test_jax_triton_stands_behind_mosaic_and_needs_its_package(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, small_pages = (spec_of(case, make_inputs(case)) for case in (GOOD_DECODE, dataclasses.replace(GOOD_DECODE, page_size=16)))
+    monkeypatch.setattr(config, "find_spec", lambda name: name)
+    assert ragged_paged_attention_choice(good, target).implementation == "mosaic"
+    assert ragged_paged_attention_choice(small_pages, target).implementation == "jax_triton"
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    assert ragged_paged_attention_choice(small_pages, target).implementation == "xla"
+    with pytest.raises(Unsupported, match=r"needs the package jax_triton and triton: pip install 'jaxinfer\[triton\]'"):
+        ragged_paged_attention_choice(good, target, implementation="jax_triton")
+
+
 @pytest.mark.parametrize("target", (CPU, A100, H200), ids=("cpu", "a100", "h200"))
 def test_xla_tiles_follow_the_target(target: Target) -> None:
     case = dataclasses.replace(CASES["mixed_bf16_gqa3"], page_size=16)
     spec = spec_of(case, make_inputs(case))
-    config = xla_config(spec, target)
-    assert config.widen == (target.platform == "cpu") and (config.tile_batch == 1) == (target.platform == "cpu")
+    tiles = xla_config(spec, target)
+    assert tiles.widen == (target.platform == "cpu") and (tiles.tile_batch == 1) == (target.platform == "cpu")
     assert xla_config(dataclasses.replace(spec, max_q_len=1), target).block_q == 1
     assert xla_config(dataclasses.replace(spec, q_dtype="float32"), target).widen
