@@ -1,6 +1,7 @@
-"""Static facts of an int4_matmul call, and the tile sizes derived from them. Frozen values and heuristics: computes on no array."""
+"""Static facts of an int4_matmul call, and the tile sizes: measured, or derived by a rule. Frozen values: computes on no array."""
 
 import dataclasses
+import itertools
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.int4_matmul import layout
@@ -53,18 +54,18 @@ class MosaicConfig:
 
     block_m: int
     """Tokens of a block: 8, 16, 32 or 64."""
+    strips: int
+    """Strips of 64 columns of a block."""
     group_size: int
     """Values of k that share a scale."""
     group_k: int
     """Values of k of a tile of 256 that share a scale."""
     warpgroups: int
-    """Warpgroups of 128 threads in a block, which share its part of k."""
+    """Warpgroups of 128 threads of each strip, which share the block's part of k."""
     splits: int
     """Blocks that share k. Above 1 their float32 sums are added up by XLA."""
     stages: int
     """Tiles in flight in a warpgroup."""
-    strips: int = 1
-    """Strips of 64 columns of a block."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,13 +94,32 @@ MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
 WGMMA_CAPABILITIES = ((9, 0),)
 NUM_CORES = {(8, 0): 108, (9, 0): 132}  # streaming multiprocessors of an A100 and of an H100 or H200
 MOSAIC_BLOCK_MS = (8, 16, 32, 64)
-MOSAIC_STAGES = 4
+MOSAIC_WARPGROUPS = {8: 5, 16: 4, 32: 2, 64: 2}  # by block_m: as many as a core's registers hold, at 96, 128, 255 and 255 a thread
+MOSAIC_MOST_GROUPS = 4  # of a tile that leave it so; the parameters of more would spill, so that fewer warpgroups and tokens fit
+MOSAIC_STAGES = 3
 WGMMA_BLOCK_MS = (16, 32, 64, 128, 256)
 
 # Where a kernel hands over to the next. Estimates from tensor-core and memory rates: dequantising costs 2.5 k n bytes of traffic, after which
 # cuBLAS computes at some 700 TFLOP/s (an A100: 250) where the kernels reach some 450 (125).
 WGMMA_MIN_M = 17
 DEQUANTIZE_MIN_M = {(8, 0): 257, (9, 0): 513}
+
+# Where nothing is measured, kernel_mosaic's tiles are those of the least time by these figures, in cycles. A tile's instructions are counted
+# in the machine code for sm_90 at 8 tokens (296, a warp on each of a core's four schedulers); its latency is what a warpgroup alone takes,
+# from the depth of its chain of products; a block begins by waiting for memory, 1 us; splitting costs a launch that adds the parts up, 2 us,
+# and their way to memory and back, 2000 bytes a cycle.
+TILE_ISSUE, TILE_LATENCY, BLOCK_LATENCY, SPLIT_LATENCY, BYTES_A_CYCLE = 300, 1200, 1800, 3500, 2000
+
+# Measured by bench.kernels.int4_sweep on an H200, (k, n, block_m) -> tiles; its last lines are lines of these tables. Groups of 128, 4 bits.
+# The figures of 2026-11-30 are wall-clock times of queued executions while other candidates compiled: good for the order, too long by some us.
+MOSAIC_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}  # warpgroups, splits, stages, strips
+WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {    # strips, splits, stages, token stages; 2026-11-30
+    (3584, 4608, 64): (2, 2, 4, 8),     # 20.2 us; (1, 1, 4, 8) 22.2, kernel_mosaic 22.3
+    (3584, 3584, 64): (2, 2, 4, 8),     # 19.8 us; (1, 2, 6, 8) 19.8, kernel_mosaic 22.0
+    (3584, 37888, 64): (3, 1, 4, 8),    # 73.9 us; (4, 2, 3, 8) 82.9, kernel_mosaic 99.5
+    (18944, 3584, 64): (1, 2, 4, 8),    # 58.4 us; (1, 2, 6, 8) 59.7, kernel_mosaic 60.1
+    (3584, 18944, 64): (3, 1, 4, 8),    # 38.5 us; (4, 1, 4, 8) 46.0, kernel_mosaic 61.2
+}
 
 
 def dequantize_refusal(spec: MatmulSpec, target: Target) -> str | None:
@@ -143,25 +163,49 @@ def mosaic_refusal(spec: MatmulSpec, target: Target) -> str | None:
 
 
 def mosaic_config(spec: MatmulSpec, target: Target) -> MosaicConfig:
-    """Tile sizes of kernel_mosaic: enough warpgroups, and splits of k, to keep every core's share of the memory bandwidth in flight."""
-    block_m = next((size for size in MOSAIC_BLOCK_MS if spec.m <= size), MOSAIC_BLOCK_MS[-1])
+    """Tile sizes of kernel_mosaic: those measured for the matrix, otherwise those that `_cycles` finds quickest."""
+    sizes = MOSAIC_BLOCK_MS if layout.TILE_K // spec.group_k <= MOSAIC_MOST_GROUPS else MOSAIC_BLOCK_MS[:2]
+    block_m = next((size for size in sizes if spec.m <= size), sizes[-1])
+    measured = MOSAIC_MEASURED.get((spec.k, spec.n, block_m)) if _is_measured(spec, target) else None
+    tried = itertools.product((1, 2, 4, 5), range(1, 9), (MOSAIC_STAGES, 2), (1, 2, 4, 5)) if measured is None else [measured]
+    configs = [MosaicConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, warpgroups=w, splits=p, stages=t, strips=s)
+               for w, p, t, s in tried]
+    fitting = [c for c in configs if c.warpgroups * c.strips <= _most_warpgroups(spec, block_m) and c.warpgroups * c.splits <= spec.num_tiles
+               and mosaic_shared_bytes(spec, c) <= target.shared_memory_bytes]
+    return min(fitting or configs[:1], key=lambda config: _cycles(spec, target, config))
+
+
+def _most_warpgroups(spec: MatmulSpec, block_m: int) -> int:
+    """Warpgroups that a core has registers for."""
+    most = 2 if layout.TILE_K // spec.group_k > MOSAIC_MOST_GROUPS else 4 if spec.bits == 8 else 5
+    return min(most, MOSAIC_WARPGROUPS[block_m])
+
+
+def _is_measured(spec: MatmulSpec, target: Target) -> bool:
+    """Whether the tables of measured tiles speak of such a call."""
+    return (target.compute_capability, spec.bits, spec.group_size) == ((9, 0), 4, 128)
+
+
+def _cycles(spec: MatmulSpec, target: Target, config: MosaicConfig) -> int:
+    """What a call takes, roughly: waves of blocks, of each the busiest core's instructions or the longest chain, whichever is more."""
     cores = NUM_CORES.get(target.compute_capability or (0, 0), 132)
-    blocks = spec.num_strips * -(-spec.m // block_m)
-    wanted = 4 if block_m <= 16 and blocks < 2 * cores else 2 if block_m <= 32 else 1
-    warpgroups = next(size for size in (4, 2, 1) if size <= min(wanted, spec.num_tiles))
-    splits = max(1, min(4, (2 * cores) // blocks, spec.num_tiles // (2 * warpgroups)))
-    config = MosaicConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, warpgroups=warpgroups, splits=splits,
-                          stages=MOSAIC_STAGES)
-    while mosaic_shared_bytes(spec, config) > target.shared_memory_bytes and config.stages > 2:
-        fewer = {"warpgroups": config.warpgroups // 2} if config.stages == 3 and config.warpgroups > 1 else {"stages": config.stages - 1}
-        config = dataclasses.replace(config, **fewer)
-    return config
+    blocks = -(-spec.num_strips // config.strips) * config.splits * -(-spec.m // config.block_m)
+    warpgroups = config.warpgroups * config.strips
+    # A fifth warpgroup finds registers only in a block that ptxas knows to have five: small blocks are compiled to some 110 a thread.
+    resident = max(1, min(min(4, _most_warpgroups(spec, config.block_m)) // warpgroups,
+                          target.shared_memory_bytes // mosaic_shared_bytes(spec, config)))
+    steps = -(-spec.num_tiles // (config.warpgroups * config.splits))
+    waves, busiest = -(-blocks // (cores * resident)), min(resident, -(-blocks // cores))
+    wave = BLOCK_LATENCY + steps * max(busiest * warpgroups * TILE_ISSUE, TILE_LATENCY)
+    split = SPLIT_LATENCY + 8 * config.splits * spec.m * spec.n // BYTES_A_CYCLE if config.splits > 1 else 0
+    return waves * wave + split
 
 
 def mosaic_shared_bytes(spec: MatmulSpec, config: MosaicConfig) -> int:
     """Shared memory of one block: tiles and tokens in flight, the warpgroups' sums, and 1 KiB for barriers and alignment."""
-    tile = 2 * layout.TILE_N * layout.tile_words(spec.bits) + 2 * config.block_m * layout.TILE_K
-    return config.warpgroups * config.stages * tile + 4 * max(1, config.warpgroups - 1) * layout.TILE_N * config.block_m + 1024
+    step = 2 * layout.TILE_N * layout.tile_words(spec.bits) + 2 * config.block_m * layout.TILE_K
+    sums = 4 * max(1, config.warpgroups - 1) * layout.TILE_N * config.block_m
+    return config.strips * (config.warpgroups * config.stages * step + sums) + 1024
 
 
 def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
@@ -176,19 +220,26 @@ def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
 
 
 def wgmma_config(spec: MatmulSpec, target: Target) -> WgmmaConfig:
-    """Tile sizes of kernel_wgmma: as many strips a block as leave every core one."""
+    """Tile sizes of kernel_wgmma: those measured for the matrix, otherwise by `_wgmma_rule`."""
     block_m = next((size for size in WGMMA_BLOCK_MS if spec.m <= size), WGMMA_BLOCK_MS[-1])
-    cores = NUM_CORES.get(target.compute_capability or (0, 0), 132)
-    tasks = spec.num_strips * -(-spec.m // block_m)
-    most = 2 if block_m > 64 else 4
-    strips = max(1, min(most, -(-tasks // cores)))
-    splits = max(1, min(4, cores // -(-tasks // strips), spec.num_tiles // 4))
-    config = WgmmaConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, strips=strips, splits=splits, stages=4,
-                         token_stages=8 if block_m <= 64 else 4)
+    strips, splits, stages, token_stages = _wgmma_rule(spec, target, block_m)
+    if _is_measured(spec, target):
+        strips, splits, stages, token_stages = WGMMA_MEASURED.get((spec.k, spec.n, block_m), (strips, splits, stages, token_stages))
+    config = WgmmaConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, strips=strips, splits=splits, stages=stages,
+                         token_stages=token_stages)
     while wgmma_shared_bytes(spec, config) > target.shared_memory_bytes and config.stages > 2:
         fewer = {"strips": config.strips // 2} if config.stages == 3 and config.strips > 1 else {"stages": config.stages - 1}
         config = dataclasses.replace(config, **fewer)
     return config
+
+
+def _wgmma_rule(spec: MatmulSpec, target: Target, block_m: int) -> tuple[int, int, int, int]:
+    """(strips, splits, stages, token stages): as many strips a block as leave every core one."""
+    cores = NUM_CORES.get(target.compute_capability or (0, 0), 132)
+    tasks = spec.num_strips * -(-spec.m // block_m)
+    strips = max(1, min(2 if block_m > 64 else 4, -(-tasks // cores)))
+    splits = max(1, min(4, cores // -(-tasks // strips), spec.num_tiles // 4))
+    return strips, splits, 4, 8 if block_m <= 64 else 4
 
 
 def wgmma_shared_bytes(spec: MatmulSpec, config: WgmmaConfig) -> int:

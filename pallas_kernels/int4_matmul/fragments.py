@@ -25,11 +25,70 @@ MAGIC = {
 }
 ONE = {"bfloat16": 0x3F803F80, "float16": 0x3C003C00}
 MINUS_ONE = 0xBF80BF80  # bfloat16
+NIBBLES = 0x000F000F    # the mask of a pair of 4-bit codes
 ROW_HALF = 4  # dimension of MMA_LHS's register array [row tiles, column tiles, 1, column halves, row halves, ...] of the rows 8 apart
 
 
-def operand(words: jax.Array, plane: int, zero: jax.Array | None, scale: jax.Array | None = None, *, bits: int, dtype: Any, layout: Any,
-            row_layout: Any, is_scale_exact: bool = False, out_layout: Any = None, interpret: bool) -> jax.Array:
+def nibble_mask(nonnegative: jax.Array, *, interpret: bool) -> jax.Array:
+    """NIBBLES as a scalar that ptxas takes for a variable of each lane, and so keeps in a register.
+
+    Unpacking is (word & NIBBLES) | exponent, one LOP3, which has room for one of the two as an immediate, and for no uniform register beside
+    it. Told the mask, ptxas 13 moves it into a register before every LOP3: 64 of the 390 instructions of a tile of kernel_mosaic, sm_90.
+    """
+    mask = lax.bitwise_xor(lax.shift_right_arithmetic(nonnegative, jnp.int32(31)), jnp.int32(NIBBLES))
+    if interpret:
+        return mask
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def through_lanes(ctx: Any, x: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        value = llvm.inline_asm(word, [_only(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray(_registers=np.asarray(value, dtype=object), _layout=scalar.to_mgpu(), _is_signed=True)
+
+    return through_lanes(mask)
+
+
+def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, layout: Any, interpret: bool) -> jax.Array:
+    """One plane of 4-bit codes as the left operand of a product: q + MAGIC's whole number, exactly; nothing is taken off.
+
+    Args:
+      words: [64, J] int16 in `layout`.
+      plane: which codes of the words.
+      mask: `nibble_mask`.
+      dtype: bfloat16 or float16.
+      layout: MMA_LHS of that width.
+      interpret: forms for the interpreter.
+    Returns:
+      [64, J] dtype.
+    """
+    magic, offset = MAGIC[np.dtype(dtype).name]
+    if interpret:
+        return ((lax.shift_right_logical(words.astype(jnp.int32), 4 * plane) & 15) + offset).astype(dtype)
+
+    def convert(ctx: Any, x: Any, mask: Any) -> Any:
+        word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        registers = np.empty(x.registers.shape, dtype=object)
+        for index, register in np.ndenumerate(x.registers):
+            registers[index] = utils.bitcast(_pick(utils.bitcast(register, word), 4 * plane, _only(mask), magic), pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout, plgpu.Layout.WG_SPLAT(())), return_type=out)(convert)(words, mask)
+
+
+def _only(value: Any) -> Any:
+    """The register of a scalar argument."""
+    return value.registers.item() if isinstance(value, mgpu.FragmentedArray) else value
+
+
+def _pick(code: Any, shift: int, mask: Any, magic: int) -> Any:
+    """(code >> shift & mask) | magic."""
+    return arith.ori(arith.andi(arith.shrui(code, _word(shift)) if shift else code, mask), _word(magic))
+
+
+def operand(words: jax.Array, plane: int, zero: jax.Array | None, scale: jax.Array | None = None, *, mask: jax.Array, bits: int, dtype: Any,
+            layout: Any, row_layout: Any, is_scale_exact: bool = False, out_layout: Any = None, interpret: bool) -> jax.Array:
     """One plane of codes as the left operand of a product: q - z, exactly, or (q - z) * scale, rounded once.
 
     Args:
@@ -37,6 +96,7 @@ def operand(words: jax.Array, plane: int, zero: jax.Array | None, scale: jax.Arr
       plane: which codes of the words.
       zero: [64] float32 zero points in `row_layout`; None: 2^(bits - 1).
       scale: [64] float32 in `row_layout`; None: no scale.
+      mask: `nibble_mask`, of use at 4 bits.
       bits: 4 or 8.
       dtype: bfloat16 or float16.
       layout: MMA_LHS of that width.
@@ -55,9 +115,9 @@ def operand(words: jax.Array, plane: int, zero: jax.Array | None, scale: jax.Arr
     name = np.dtype(dtype).name
     magic, offset = MAGIC[name]
     seven_bits = (name, bits) == ("bfloat16", 8)  # of a code's eight; the eighth decides whether 128 or 256 is taken off
-    mask = 0x000F000F if bits == 4 else 0x007F007F if seven_bits else 0x00FF00FF
 
-    def convert(ctx: Any, x: Any, *rows: Any) -> Any:
+    def convert(ctx: Any, x: Any, nibbles: Any, *rows: Any) -> Any:
+        kept = _only(nibbles) if bits == 4 else _word(0x007F007F if seven_bits else 0x00FF00FF)
         word = ir.IntegerType.get_signless(32)
         native, pair = (out_layout or layout).to_mgpu(), ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         values = [[_scalar(value) for value in row.registers.flat] for row in rows]  # of a thread's two rows, eight apart
@@ -69,10 +129,9 @@ def operand(words: jax.Array, plane: int, zero: jax.Array | None, scale: jax.Arr
         registers = np.empty(x.registers.shape, dtype=object)
         for index, register in np.ndenumerate(x.registers):
             code = utils.bitcast(register, word)
-            if plane:
-                code = arith.shrui(code, _word(bits * plane))
-            value = arith.ori(arith.andi(code, _word(mask)), _word(magic))
+            value = _pick(code, bits * plane, kept, magic)
             if seven_bits:
+                code = arith.shrui(code, _word(bits * plane))
                 top = arith.ori(arith.andi(arith.xori(code, _word(0x00800080)), _word(0x00800080)), _word(magic))
                 value = _fma(top, _word(MINUS_ONE), value, name)
             if not seven_bits or zero is not None:
@@ -86,7 +145,8 @@ def operand(words: jax.Array, plane: int, zero: jax.Array | None, scale: jax.Arr
 
     rows = [row for row in (zero, scale) if row is not None]
     out = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=out_layout or layout)
-    return plgpu.inline_mgpu(arg_types=(layout, *[row_layout] * len(rows)), return_type=out)(convert)(words, *rows)
+    arg_types = (layout, plgpu.Layout.WG_SPLAT(()), *[row_layout] * len(rows))
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=out)(convert)(words, mask, *rows)
 
 
 def _word(value: int) -> Any:
@@ -169,7 +229,7 @@ def row_parameters(ref: Any, group: jax.Array, first: jax.Array, num_rows: int, 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar),
                        return_type=plgpu.ShapeDtypeStruct((num_rows,), jnp.float32, layout=layout))
     def load(ctx: Any, source: Any, group: Any, first: Any) -> Any:
-        group, first = (x.registers.item() if isinstance(x, mgpu.FragmentedArray) else x for x in (group, first))
+        group, first = _only(group), _only(first)
         native, long, word = layout.to_mgpu(), ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(32)
         kind = ir.MemRefType(source.type)
         last = _word(kind.shape[1] - 1)
@@ -196,7 +256,7 @@ def store_transposed(ref: Any, value: jax.Array, row: jax.Array, column: jax.Arr
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar, scalar))
     def put(ctx: Any, x: Any, target: Any, row: Any, column: Any) -> None:
-        row, column = (bound.registers.item() if isinstance(bound, mgpu.FragmentedArray) else bound for bound in (row, column))
+        row, column = _only(row), _only(column)
         long, word = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(32)
         kind = ir.MemRefType(target.type)
         num_rows, num_columns = kind.shape

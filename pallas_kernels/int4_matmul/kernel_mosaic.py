@@ -1,19 +1,28 @@
 """int4_matmul in Mosaic GPU, one source for sm_80 and sm_90: few tokens by mma, weights read once. It validates nothing: api.py has.
 
 The product is transposed, out^T = W^T x^T: 64 columns of the weights are the 64 rows of a tensor-core tile, tokens its columns, 8 at least.
-A block owns (strip of 64 columns, split of k, tile of tokens), and its warpgroups share its tiles of k among them, each with a ring of copies
-of its own, so that none waits for another before the end:
+A block owns (a few strips of 64 columns, split of k, tile of tokens). A strip's warpgroups share its tiles of k among them, each with a ring
+of copies of its own, so that none waits for another before the end:
 
     tiles of k    0 ........................................... k / 256
     split 0       [warpgroup 0 | warpgroup 1 | ...]
     split 1                                        [warpgroup 0 | warpgroup 1 | ...]
 
-A step takes one tile: 64 columns x 256 values of k, 8 KiB at 4 bits, and the same 256 of every token. Codes become q - z in registers,
-exactly, in x's 16-bit dtype; the product of a group is scaled, not its weights. At the end the warpgroups' sums meet in shared memory; those
-of several splits go to XLA as float32, which adds them up together with whatever follows. Copies are cp.async on sm_80 and TMA on sm_90.
+A step takes one tile: 64 columns x 256 values of k, 8 KiB at 4 bits, and the same 256 of every token. Codes become q - z in
+registers, exactly, in x's 16-bit dtype; the product of a group is scaled, not its weights. At the end the warpgroups' sums meet in shared
+memory; those of several splits go to XLA as float32, which adds them up together with whatever follows. Copies are cp.async on sm_80 and TMA
+on sm_90.
+
+Instructions are what bounds few tokens, so there (8 tokens, 4 bits, bfloat16) nothing is taken off the codes, which come out of unpacking as
+128 + q; the product with a row of ones makes up for it once a group:
+
+    sum of x (q - z)   =   sum of x (128 + q)   -   (128 + z) sum of x
+
+All of it is float32: terms 30 times as large as x (q - z) cost 5 of its 24 bits, where rounding weights to bfloat16 would cost 16.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,13 +47,26 @@ def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: MosaicConfig, i
     return launch(_kernel, *arrays, bits=bits, out_dtype=out_dtype, config=config, interpret=interpret)
 
 
+def sums_tokens(block_m: int, bits: int, dtype: Any) -> bool:
+    """Whether codes go into the product as 128 + q, sums of x making up for it. float16's 1024 + q would cost 8 bits of 24."""
+    return (block_m, bits, jnp.dtype(dtype)) == (8, 4, jnp.bfloat16)
+
+
+def pieces(group_k: int, num_k: int) -> Iterator[tuple[int, int, int]]:
+    """(first k of the chunk, k, values) of what is multiplied at a time: a chunk of a tile, or a group where that is less."""
+    size = min(group_k, CHUNK)
+    for k in range(0, num_k, size):
+        yield k // CHUNK * CHUNK, k, size
+
+
 def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bool, has_bias: bool, bits: int, out: Any,
             config: MosaicConfig, copies_async: bool, interpret: bool) -> Any:
     """The kernel: (x, packed, scales, zeros?, bias [1, n]?) -> `out`."""
     dtype, block_m, stages, num_groups = x.dtype, config.block_m, config.stages, scales.shape[0]
     num_tiles, num_words, num_planes = packed.shape[1], packed.shape[3], layout.planes(bits)
     group_k = config.group_k
-    num_shares = config.splits * config.warpgroups
+    num_shares, num_strips, num_threads = config.splits * config.warpgroups, packed.shape[0], config.warpgroups * config.strips
+    by_sums = sums_tokens(block_m, bits, dtype)
     acc_layout, lhs_layout, rhs_layout = plgpu.Layout.MMA_ACC(dtype), plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
     row_layout = acc_layout.reduce(1)
     parameters = functools.partial(fragments.row_parameters, num_rows=TILE_N, layout=row_layout, interpret=interpret)
@@ -53,15 +75,18 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         zeros_ref = refs[0] if has_zeros else None
         bias_ref = refs[has_zeros] if has_bias else None
         out_ref, w_smem, x_smem, sums_smem, *barriers = refs[has_zeros + has_bias:]
-        strip, split, token, group = (lax.axis_index(name) for name in ("strip", "split", "token", "warpgroup"))
-        share = split * config.warpgroups + group
+        block, split, token, group = (lax.axis_index(name) for name in ("block", "split", "token", "warpgroup"))
+        mine, member = lax.div(group, jnp.int32(config.warpgroups)), lax.rem(group, jnp.int32(config.warpgroups))  # strip, place in it
+        strip, share = block * config.strips + mine, split * config.warpgroups + member
         start = lax.div(share * num_tiles, jnp.int32(num_shares))
         count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
-        column = strip * TILE_N
+        column, mask = strip * TILE_N, fragments.nibble_mask(count, interpret=interpret)
+        ones = plgpu.layout_cast(jnp.ones((TILE_N, min(group_k, CHUNK)), dtype), lhs_layout)
 
         def fetch(j: jax.Array) -> None:
             slot = lax.rem(j, jnp.int32(stages))
-            copies = ((packed_ref.at[strip, start + j], w_smem.at[group, slot]),
+            # Past the last strip the last one serves; what comes of it is not stored.
+            copies = ((packed_ref.at[jnp.minimum(strip, num_strips - 1), start + j], w_smem.at[group, slot]),
                       (x_ref.at[pl.ds(token * block_m, block_m), pl.ds((start + j) * TILE_K, TILE_K)], x_smem.at[group, slot]))
             for source, target in copies:
                 if copies_async:
@@ -79,24 +104,35 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
 
         def multiply(slot: jax.Array, rows: tuple[tuple[jax.Array, ...], ...], acc: jax.Array) -> jax.Array:
             """acc plus the scaled products of the tile in a slot."""
+            nothing = constant((TILE_N, block_m), 0, acc_layout)
             words = [plgpu.load(w_smem.at[group, slot, :, pl.ds(c, CHUNK)], layout=lhs_layout) for c in range(0, num_words, CHUNK)]
-            for plane in range(num_planes):
-                for c in range(0, num_words, CHUNK):
-                    first = plane * num_words + c
+            product, sums = nothing, nothing
+            for first, k, size in pieces(group_k, num_words * num_planes):
+                plane, c = divmod(first, num_words)
+                scale, *zero = rows[k // group_k]
+                if k == first:
                     tokens = plgpu.load(x_smem.at[group, slot, :, pl.ds(first, CHUNK)].T, layout=rhs_layout)
-                    for k in range(first, first + CHUNK, min(group_k, CHUNK)):
-                        size, at = min(group_k, CHUNK), k - first
-                        scale, *zero = rows[k // group_k]
-                        piece = fragments.part(words[c // CHUNK], at, size, axis=1, layout=lhs_layout, interpret=interpret)
-                        weights = fragments.operand(piece, plane, zero[0] if zero else None, bits=bits, dtype=dtype, layout=lhs_layout,
-                                                    row_layout=row_layout, interpret=interpret)
-                        if k % group_k == 0:
-                            product = constant((TILE_N, block_m), 0, acc_layout)
-                        product = mosaic.mma(product, weights, fragments.part(tokens, at, size, axis=0, layout=rhs_layout,
-                                                                              interpret=interpret), interpret=interpret)
-                        if (k + size) % group_k == 0:
-                            acc = acc + product * across(scale, block_m)
+                if k % group_k == 0:
+                    product, sums = nothing, nothing
+                left = fragments.part(words[c // CHUNK], k - first, size, axis=1, layout=lhs_layout, interpret=interpret)
+                right = fragments.part(tokens, k - first, size, axis=0, layout=rhs_layout, interpret=interpret)
+                product = mosaic.mma(product, weights_of(left, plane, zero), right, interpret=interpret)
+                if by_sums:
+                    sums = mosaic.mma(sums, ones, right, interpret=interpret)
+                if (k + size) % group_k == 0:
+                    acc = acc + (product - sums * offset_of(zero) if by_sums else product) * across(scale, block_m)
             return acc
+
+        def weights_of(words: jax.Array, plane: int, zero: list[jax.Array]) -> jax.Array:
+            if by_sums:
+                return fragments.shifted_codes(words, plane, mask, dtype=dtype, layout=lhs_layout, interpret=interpret)
+            return fragments.operand(words, plane, zero[0] if zero else None, mask=mask, bits=bits, dtype=dtype, layout=lhs_layout,
+                                     row_layout=row_layout, interpret=interpret)
+
+        def offset_of(zero: list[jax.Array]) -> Any:
+            """What shifted codes are too large by."""
+            offset = float(fragments.MAGIC[jnp.dtype(dtype).name][1])
+            return across(zero[0] + offset, block_m) if zero else offset + 2.0 ** (bits - 1)
 
         def step(j: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
             rows, acc = carry
@@ -115,7 +151,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
 
         def finish(acc: jax.Array) -> None:
             for other in range(config.warpgroups - 1):
-                acc = acc + plgpu.load(sums_smem.at[other], layout=acc_layout, optimized=False)
+                acc = acc + plgpu.load(sums_smem.at[mine, other], layout=acc_layout, optimized=False)
             if bias_ref is not None:
                 acc = acc + across(parameters(bias_ref, jnp.int32(0), column), block_m)
             target = out_ref if config.splits == 1 else out_ref.at[split]
@@ -126,24 +162,24 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             return
 
         def hand_over() -> None:
-            sums_smem[group - 1] = acc
+            sums_smem[mine, member - 1] = acc
 
-        pl.when(group > 0)(hand_over)
-        plgpu.barrier_arrive(barriers[-1])
+        pl.when(member > 0)(hand_over)
+        plgpu.barrier_arrive(barriers[-1].at[mine])
 
-        @pl.when(group == 0)
+        @pl.when(member == 0)
         def _() -> None:
-            plgpu.barrier_wait(barriers[-1])
+            plgpu.barrier_wait(barriers[-1].at[mine])
             finish(acc)
 
     transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    ring = (config.warpgroups, stages)
+    ring = (num_threads, stages)
     scratch: list[Any] = [plgpu.SMEM((*ring, TILE_N, num_words), packed.dtype, transforms=transforms),
                plgpu.SMEM((*ring, block_m, TILE_K), dtype, transforms=transforms),
-               plgpu.SMEM((max(1, config.warpgroups - 1), TILE_N, block_m), jnp.float32),
-               *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=config.warpgroups * stages)]),
-               plgpu.Barrier(num_arrivals=config.warpgroups)]
+               plgpu.SMEM((config.strips, max(1, config.warpgroups - 1), TILE_N, block_m), jnp.float32),
+               *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=num_threads * stages)]),
+               plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]
     return plgpu.kernel(
-        body, out_type=out, grid=(packed.shape[0], config.splits, -(-out.shape[-2] // block_m)), grid_names=("strip", "split", "token"),
-        num_threads=config.warpgroups, thread_name="warpgroup", kernel_name="int4_matmul", scratch_types=scratch,
-        interpret=mosaic.interpret_params(interpret))
+        body, out_type=out, grid=(-(-num_strips // config.strips), config.splits, -(-out.shape[-2] // block_m)),
+        grid_names=("block", "split", "token"), num_threads=num_threads, thread_name="warpgroup",
+        kernel_name="int4_matmul", scratch_types=scratch, interpret=mosaic.interpret_params(interpret))

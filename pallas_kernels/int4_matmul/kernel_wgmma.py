@@ -52,7 +52,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         strip = block * config.strips + group
         start = lax.div(split * num_tiles, jnp.int32(config.splits))
         count = lax.div((split + 1) * num_tiles, jnp.int32(config.splits)) - start
-        column, num_pieces = strip * TILE_N, count * PIECES
+        column, num_pieces, mask = strip * TILE_N, count * PIECES, fragments.nibble_mask(count, interpret=interpret)
 
         def fetch_weights(j: jax.Array) -> None:
             slot = lax.rem(j, jnp.int32(stages))
@@ -81,9 +81,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             for at in range(0, PIECE, size):
                 scale, *zero = rows[(piece * PIECE + at) // group_k]
                 part = fragments.part(words[c // PIECE], at, size, axis=1, layout=lhs_layout, interpret=interpret)
-                out.append(fragments.operand(part, plane, zero[0] if zero else None, scale, bits=bits, dtype=dtype, layout=lhs_layout,
-                                             row_layout=row_layout, is_scale_exact=scales.dtype == dtype, out_layout=acc_layout,
-                                             interpret=interpret))
+                out.append(fragments.operand(part, plane, zero[0] if zero else None, scale, mask=mask, bits=bits, dtype=dtype,
+                                             layout=lhs_layout, row_layout=row_layout, is_scale_exact=scales.dtype == dtype,
+                                             out_layout=acc_layout, interpret=interpret))
             return fragments.join(out, layout=acc_layout, interpret=interpret)
 
         def step(j: jax.Array, carry: tuple[Any, Any], acc_ref: Any) -> tuple[Any, Any]:

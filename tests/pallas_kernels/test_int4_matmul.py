@@ -26,13 +26,15 @@ from pallas_kernels import (
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.int4_matmul.api import IMPLS, matmul_spec
 from pallas_kernels.int4_matmul.config import (
+    MOSAIC_MEASURED,
+    WGMMA_MEASURED,
     mosaic_config,
     mosaic_shared_bytes,
     wgmma_config,
     wgmma_shared_bytes,
     xla_strip_tiles,
 )
-from tests.pallas_kernels.paged import A100, CPU, H200, TARGETS
+from tests.pallas_kernels.paged import A100, CPU, H200, INTERPRETED, TARGETS
 
 KERNELS = ("mosaic", "wgmma")
 
@@ -137,6 +139,21 @@ def test_many_strips_give_what_one_gives() -> None:
     whole, strips = (kernel_xla.int4_matmul(*arrays, bits=case.bits, out_dtype="float32", strip_tiles=tiles) for tiles in (100, 2))
     np.testing.assert_allclose(np.asarray(strips)[:-1], np.asarray(whole)[:-1], rtol=1e-5, atol=1e-5)
     assert xla_strip_tiles(dataclasses.replace(spec_of(case), k=10**7), CPU) == 1
+
+
+@pytest.mark.parametrize(("warpgroups", "splits", "strips", "k"), [(2, 2, 2, 1792), (1, 2, 5, 768)])
+def test_more_strips_a_block_give_what_one_gives(warpgroups: int, splits: int, strips: int, k: int) -> None:
+    """Three strips, so that the last block's are partly beyond the end; warpgroups of a strip and splits share an odd number of tiles of k."""
+    case = Case(m=3, k=k, n=136, group_size=128)
+    weights, arrays = make_inputs(case)
+    from pallas_kernels.int4_matmul import kernel_mosaic
+
+    config = dataclasses.replace(mosaic_config(spec_of(case), H200), warpgroups=warpgroups, splits=splits, stages=2)
+    one, more = (np.asarray(kernel_mosaic.int4_matmul(*arrays, bits=4, out_dtype="float32", interpret=INTERPRETED.interpret,
+                                                      config=dataclasses.replace(config, strips=count)))[:-1] for count in (1, strips))
+    np.testing.assert_allclose(more, one, rtol=1e-6, atol=1e-6)
+    truth = np.asarray(arrays[0])[:-1].astype(np.float64) @ weights
+    np.testing.assert_allclose(more, truth, atol=1e-5 * np.abs(truth).max())
 
 
 SHAPES = st.tuples(st.integers(1, 600), st.integers(1, 140), st.sampled_from((4, 8)))
@@ -252,6 +269,29 @@ def test_tiles_fit_the_device(shape: tuple[int, int], bits: int) -> None:
         for target in (A100, H200):
             config = mosaic_config(spec, target)
             assert mosaic_shared_bytes(spec, config) <= target.shared_memory_bytes
-            assert config.splits * config.warpgroups <= spec.num_tiles and config.stages >= 2
+            assert config.splits * config.warpgroups <= spec.num_tiles and config.stages >= 2 and config.warpgroups * config.strips <= 5
         wide = wgmma_config(spec, H200)
         assert wgmma_shared_bytes(spec, wide) <= H200.shared_memory_bytes and wide.splits <= spec.num_tiles and wide.stages >= 2
+
+
+@pytest.mark.parametrize("entry", [*MOSAIC_MEASURED, *WGMMA_MEASURED])
+def test_measured_tiles_are_taken_where_they_were_measured(entry: tuple[int, int, int]) -> None:
+    k, n, block_m = entry
+    spec = MatmulSpec(m=block_m, k=k, n=n, group_size=128, bits=4, x_dtype="bfloat16", scale_dtype="float16", zero_dtype="bfloat16",
+                      has_bias=False, out_dtype="bfloat16")
+    if entry in MOSAIC_MEASURED:
+        narrow = mosaic_config(spec, H200)
+        assert (narrow.warpgroups, narrow.splits, narrow.stages, narrow.strips) == MOSAIC_MEASURED[entry]
+        assert mosaic_shared_bytes(spec, narrow) <= H200.shared_memory_bytes and narrow.warpgroups * narrow.splits <= spec.num_tiles
+    else:
+        wide = wgmma_config(spec, H200)
+        assert (wide.strips, wide.splits, wide.stages, wide.token_stages) == WGMMA_MEASURED[entry]
+        assert wgmma_shared_bytes(spec, wide) <= H200.shared_memory_bytes and wide.splits <= spec.num_tiles
+
+
+def test_a_measured_entry_moves_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = MatmulSpec(m=8, k=3584, n=4608, group_size=128, bits=4, x_dtype="bfloat16", scale_dtype="float16", zero_dtype="bfloat16",
+                      has_bias=False, out_dtype="bfloat16")
+    monkeypatch.setitem(MOSAIC_MEASURED, (3584, 4608, 8), (3, 2, 2, 2))
+    taken, elsewhere = mosaic_config(spec, H200), mosaic_config(spec, A100)
+    assert (taken.warpgroups, taken.splits, taken.stages, taken.strips) == (3, 2, 2, 2) and elsewhere.strips == 1
