@@ -8,11 +8,15 @@ SHELL := /bin/bash
 VENV ?= .venv
 VENV_NEXT ?= .venv-next
 VENV_AOT ?= .venv-aot
+VENV_GPU ?= .venv-gpu
 CACHE ?= .cache
 MODEL ?=
 # The jax that is tested first; `make test-next` takes the newest that setup.cfg allows.
 JAX ?= jax==0.11.2
 WORKERS ?= 2
+# An interpreter that has all that the tests on a GPU need, where none is to be installed; and processes that share the GPU, if several.
+GPU_PYTHON ?=
+GPU_WORKERS ?=
 
 # Byte code is made as modules are first imported: most of what is installed never is.
 PIP_FLAGS := -qq --disable-pip-version-check --no-input --no-compile
@@ -46,6 +50,8 @@ help:
 	@echo 'make test                 ruff, mypy and all tests, on $(JAX)'
 	@echo 'make test-next            the same on the newest jax that setup.cfg allows'
 	@echo 'make aot                  compile kernels and whole steps for A100 and H200 without a GPU, and check their budgets'
+	@echo 'make gpu-test             kernel and engine tests on the GPU of this machine, the kernels also on the path that an A100 takes'
+	@echo '                          (GPU_PYTHON=python3 takes that interpreter as it is, instead of installing into $(VENV_GPU))'
 	@echo 'make clean                remove the virtual environments and the tools'"'"' caches; the downloaded checkpoint stays'
 	@echo 'Settings: PYTHON=interpreter  VENV=folder  CACHE=folder for checkpoints  JAX=requirement  WORKERS=test processes'
 
@@ -66,6 +72,33 @@ test-next: $(VENV_NEXT)/.test
 aot: $(VENV_AOT)/.aot
 	@$(VENV_AOT)/bin/python -m bench.aot
 
+# The suites natively on whatever GPU is attached; on one newer than sm_80 the kernels again as they are lowered for sm_80.
+.PHONY: gpu-test
+gpu-test: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
+	@$(MAKE) --no-print-directory gpu-check PYTHON_HERE='$(or $(GPU_PYTHON),$(VENV_GPU)/bin/python)'
+
+.PHONY: gpu-attached
+gpu-attached:
+	@compgen -G '/dev/nvidia[0-9]*' >/dev/null || [ -e /dev/dxg ] || { \
+	  echo 'make gpu-test: no NVIDIA GPU is attached to this machine (no /dev/nvidia0): run it on one; make test needs none' >&2; exit 1; }
+
+# Asks jax itself, which may lack the wheels for a GPU that is there. test_goldens.py converts, which needs gguf.
+.PHONY: gpu-check
+gpu-check: export JAX_PLATFORMS := cuda,cpu
+gpu-check: export XLA_PYTHON_CLIENT_PREALLOCATE := false
+gpu-check: PYTEST := $(PYTHON_HERE) -m pytest -q -p no:cacheprovider $(if $(GPU_WORKERS),-n $(GPU_WORKERS))
+gpu-check:
+	@capability=$$($(PYTHON_HERE) -c 'import jax; print(jax.devices("cuda")[0].compute_capability)') || { \
+	  echo 'make gpu-test: jax of $(PYTHON_HERE) finds no GPU (its message is above): it needs the wheels of jax[cuda13] or jax[cuda12]' >&2; \
+	  exit 1; }; \
+	goldens=tests/models/test_goldens.py; \
+	$(PYTHON_HERE) -c 'import gguf' 2>/dev/null || { echo "Left out: $$goldens converts checkpoints and needs the gguf package"; goldens=; }; \
+	echo "Tests on a GPU of compute capability $$capability"; \
+	$(PYTEST) tests/pallas_kernels tests/engine $$goldens; \
+	if [ "$$capability" = 8.0 ]; then exit 0; fi; \
+	echo 'The kernels again, on the path that sm_80 takes'; \
+	JAXINFER_TEST_ARCH=80 $(PYTEST) tests/pallas_kernels
+
 # Ruff, mypy and the tests with the tools under BIN.
 .PHONY: check
 check:
@@ -76,10 +109,10 @@ check:
 
 .PHONY: clean
 clean:
-	rm -rf '$(VENV)' '$(VENV_NEXT)' '$(VENV_AOT)' .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf '$(VENV)' '$(VENV_NEXT)' '$(VENV_AOT)' '$(VENV_GPU)' .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 # A stamp is made last, so an interrupted step is done again. An environment without its stamp is made afresh.
-$(VENV)/.made $(VENV_NEXT)/.made $(VENV_AOT)/.made:
+$(VENV)/.made $(VENV_NEXT)/.made $(VENV_AOT)/.made $(VENV_GPU)/.made:
 	@$(FIND_PYTHON); python=$$(find_python); \
 	echo "Making the virtual environment $(@D) with $$python ($$("$$python" -c 'import sys; print(sys.version.split()[0])'))"; \
 	"$$python" -m venv --clear '$(@D)'
@@ -103,4 +136,9 @@ $(VENV_NEXT)/.test: $(VENV_NEXT)/.made setup.cfg pyproject.toml
 $(VENV_AOT)/.aot: $(VENV_AOT)/.made setup.cfg pyproject.toml
 	@echo 'Installing jaxinfer and the CUDA wheels of jax, which compile without a GPU, into $(@D) (once, 4 GB)'
 	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -e '.[cuda13]' '$(JAX)'
+	@touch '$@'
+
+$(VENV_GPU)/.gpu: $(VENV_GPU)/.made setup.cfg pyproject.toml
+	@echo 'Installing jaxinfer, its tests and the CUDA wheels of jax into $(@D) (once, 4 GB)'
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -e '.[cuda13,test]' '$(JAX)'
 	@touch '$@'

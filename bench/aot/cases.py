@@ -14,7 +14,17 @@ from jaxinfer.engine.step import step
 from jaxinfer.models.registry import abstract_model
 from jaxinfer.models.shapes import SHAPES
 from jaxinfer.state import StepLayout
-from pallas_kernels import copy_pages, flash_attention, paged_gather, ragged_paged_attention, rms_norm, rotary_kv_write, write_kv_pages
+from pallas_kernels import (
+    copy_pages,
+    flash_attention,
+    int4_matmul,
+    packed_shape,
+    paged_gather,
+    ragged_paged_attention,
+    rms_norm,
+    rotary_kv_write,
+    write_kv_pages,
+)
 
 PAGE_SIZE = 64
 NUM_PAGES = 600
@@ -43,7 +53,7 @@ def all_cases() -> dict[str, Callable[[], Case]]:
         cases[f"kernel-rotary-write-{name}-t32"] = functools.partial(_rotary_write, 32, 32, heads, kv_heads, head_dim)
         cases[f"kernel-rotary-write-{name}-t2048"] = functools.partial(_rotary_write, 2048, 8, heads, kv_heads, head_dim)
     cases["kernel-write-q-t32"] = functools.partial(_write, 32, 32, 4, 128)
-    cases |= _edges() | _dense()
+    cases |= _edges() | _dense() | _int4()
     for shape in ("Q", "M"):
         for rows in (8, 32):
             cases[f"step-decode-{shape.lower()}-b{rows}"] = functools.partial(_step, shape, rows, rows, True)
@@ -82,6 +92,20 @@ def _dense() -> dict[str, Callable[[], Case]]:
     }
 
 
+def _int4() -> dict[str, Callable[[], Case]]:
+    """The int4 product of few tokens and of more: the narrow and the wide matrix of shape Q, the deep one, small groups, 8 bits, float16."""
+    return {
+        "kernel-int4-qkv-t8": functools.partial(_int4_matmul, 8, 3584, 4608),
+        "kernel-int4-gate-up-t8": functools.partial(_int4_matmul, 8, 3584, 37888),
+        "kernel-int4-down-t8": functools.partial(_int4_matmul, 8, 18944, 3584),
+        "kernel-int4-qkv-t16": functools.partial(_int4_matmul, 16, 3584, 4608),
+        "kernel-int4-qkv-t64": functools.partial(_int4_matmul, 64, 3584, 4608),
+        "kernel-int4-gate-up-t64": functools.partial(_int4_matmul, 64, 3584, 37888),
+        "kernel-int4-group32-t8": functools.partial(_int4_matmul, 8, 3584, 4608, group_size=32),
+        "kernel-int8-f16-t8": functools.partial(_int4_matmul, 8, 3584, 4608, bits=8, dtype=jnp.float16),
+    }
+
+
 def _shape(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -115,6 +139,12 @@ def _flash(length: int, head_dim: int, *, lengths: bool = False, segments: bool 
 
     kv = _shape((2, length, 2, head_dim))
     return Case(function=run, arguments=(_shape((2, length, 8, head_dim)), kv, kv, integers))
+
+
+def _int4_matmul(m: int, k: int, n: int, *, bits: int = 4, group_size: int = 128, dtype: Any = jnp.bfloat16) -> Case:
+    groups = (k // group_size, n)
+    return Case(function=functools.partial(int4_matmul, group_size=group_size, bits=bits), arguments=(
+        _shape((m, k), dtype), _shape(packed_shape(k, n, bits=bits), np.int16), _shape(groups, jnp.float16), _shape(groups)))
 
 
 def _copy_pages(num_copies: int) -> Case:

@@ -1,0 +1,95 @@
+"""Times the kernels beside their peers and the device's ceilings, each call on operands that are not in the cache.
+
+  python -m bench.kernels [--ops=decode,prefill,...] [--arch=80] [--name=NAME]
+  python -m bench.kernels --plot=bench/results/kernels-nvidia-h200.json
+Rows are device time (see timing.py). --arch=80 runs the path that an A100 takes on a newer GPU. --tiny shrinks every shape, to try the
+program on a CPU. The result file is written after every group, so that a run that is ended keeps what it had. Exit status 1 where one of
+our own kernels failed or a check does not hold.
+"""
+
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags
+
+from bench import report
+from bench.kernels import plot
+from bench.kernels.groups import GROUPS
+from bench.kernels.rows import Settings
+from bench.kernels.running import Results, path_of, run_group
+from bench.kernels.timing import measure_ceilings
+from jaxinfer import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry."""
+    values = flags.FlagValues()
+    define = functools.partial(flags.DEFINE_string, flag_values=values, module_name="What")
+    flags.DEFINE_list("ops", list(GROUPS), f"What to time, of {', '.join(GROUPS)}.", flag_values=values, module_name="What")
+    flags.DEFINE_enum("arch", None, ["80"], "Lower the Mosaic kernels as for this architecture.", flag_values=values, module_name="What")
+    flags.DEFINE_bool("tiny", False, "Small shapes, for a try on a CPU.", flag_values=values, module_name="What")
+    flags.DEFINE_integer("page_size", 64, "Tokens a page.", flag_values=values, module_name="What")
+    define("name", None, "Name of the result file; default: kernels-<device>.")
+    define("folder", None, "Where the result file goes; default: bench/results.")
+    define("plot", None, "Draw this result file as a PNG beside it, and do nothing else.")
+    return cli.run(lambda _: _main(values), values, argv, __doc__)
+
+
+def _main(values: flags.FlagValues) -> int:
+    """The command, its flags parsed."""
+    ops, name = list(values["ops"].value or ()), values["name"].value
+    if values["plot"].value:
+        return draw(Path(values["plot"].value))
+    unknown = sorted(set(ops) - set(GROUPS))
+    if unknown:
+        raise app.UsageError(f"--ops={','.join(unknown)}: must be among {', '.join(GROUPS)}.")
+    settings = Settings(tiny=bool(values["tiny"].value), page_size=int(values["page_size"].value or 0), arch=values["arch"].value)
+    if settings.arch:
+        from jax.experimental.mosaic.gpu import utils
+
+        utils._infer_arch = lambda: (8, 0)
+    folder = Path(values["folder"].value) if values["folder"].value else None
+    path, results = run(settings, ops, str(name or default_name(settings)), folder)
+    print(report.table(results.lines))
+    for kind in ("checks", "failed", "left_out"):
+        for entry in getattr(results, kind):
+            print(f"{kind}: {entry}")
+    print("wrote", path)
+    draw(path)
+    return 0 if results.is_good else 1
+
+
+def run(settings: Settings, ops: Sequence[str], name: str, folder: Path | None) -> tuple[Path, Results]:
+    """Measures the groups in turn; the result file <folder>/<name>.json is written anew after each."""
+    results = Results(settings=settings, ceilings=measure_ceilings(tiny=settings.tiny))
+    print(f"{jax.local_devices()[0].device_kind}, path {path_of(settings)}: copy {results.ceilings.bytes_per_s / 1e12:.3g} TB/s, bfloat16 "
+          f"matmul {results.ceilings.flops_per_s / 1e12:.4g} TFLOP/s", flush=True)
+    path = report.write(name, results.figures(), folder)
+    for op in ops:
+        run_group(GROUPS[op](settings), results, lambda text: print(text, flush=True))
+        path = report.write(name, results.figures(), folder)
+    return path, results
+
+
+def default_name(settings: Settings) -> str:
+    """kernels-<device>, with what is not the usual."""
+    device = jax.local_devices()[0].device_kind.lower().replace(" ", "-")
+    return f"kernels-{device}{f'-as-sm{settings.arch}' if settings.arch else ''}{'-tiny' if settings.tiny else ''}"
+
+
+def draw(path: Path) -> int:
+    """A picture beside a result file. Exit status 1 where there is no such file."""
+    if not path.is_file():
+        print(f"--plot={path}: there is no such file. Give a result file of this program.", file=sys.stderr)
+        return 1
+    drawn = plot.draw(path)
+    if drawn:
+        print("drew", drawn)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
