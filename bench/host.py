@@ -24,12 +24,15 @@ from jaxinfer import cli
 if TYPE_CHECKING:
     from jaxinfer import LLM
 
-_RUNNING = flags.DEFINE_list("running", ["64", "128"], "Sequences that decode together, one engine each.")
-_STEPS = flags.DEFINE_integer("steps", 150, "Steps of which the median is taken, after some that warm up.", lower_bound=10)
-_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting; figures are still those of one step.", lower_bound=1, upper_bound=32)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of every sequence.", lower_bound=0.0)
-_NAME = flags.DEFINE_string("name", "host", "Name of the JSON file.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.")
+_FLAGS = flags.FlagValues()  # its own: other commands have flags of these names
+_RUNNING = flags.DEFINE_list("running", ["64", "128"], "Sequences that decode together, one engine each.", flag_values=_FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 150, "Steps of which the median is taken, after some that warm up.", lower_bound=10, flag_values=_FLAGS)
+_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting; figures are still those of one step.", lower_bound=1, upper_bound=32,
+                              flag_values=_FLAGS)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of every sequence.", lower_bound=0.0, flag_values=_FLAGS)
+_NAME = flags.DEFINE_string("name", "host", "Name of the JSON file.", flag_values=_FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.",
+                                  flag_values=_FLAGS)
 
 PROMPT_LEN, MAX_MODEL_LEN, NUM_WARM_UP, NUM_TOP = 64, 512, 10, 15
 
@@ -172,7 +175,7 @@ def main(argv: list[str]) -> None:
 
 def entry() -> None:
     """Console entry."""
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, _FLAGS))
 
 
 if __name__ == "__main__":

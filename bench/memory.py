@@ -25,15 +25,17 @@ if TYPE_CHECKING:
     from jaxinfer import LLM
 
 PARTS = ("waste", "shared", "ttft", "preemption")
-_PARTS = flags.DEFINE_list("parts", list(PARTS), "Which figures.")
-_SHAPE = flags.DEFINE_string("shape", "tiny", "Random weights at this named shape, for ttft and preemption.")
-_DTYPE = flags.DEFINE_string("dtype", "float32", "Engine setting.")
-_TTFT_LENS = flags.DEFINE_list("ttft_lens", ["64", "256", "448"], "Prompt lengths whose time to first token is measured.")
-_PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting, for ttft and preemption.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Prompts of which the median is taken.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and prompts.")
-_NAME = flags.DEFINE_string("name", "memory", "Name of the JSON file.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.")
+_FLAGS = flags.FlagValues()  # its own: other commands have flags of these names
+_PARTS = flags.DEFINE_list("parts", list(PARTS), "Which figures.", flag_values=_FLAGS)
+_SHAPE = flags.DEFINE_string("shape", "tiny", "Random weights at this named shape, for ttft and preemption.", flag_values=_FLAGS)
+_DTYPE = flags.DEFINE_string("dtype", "float32", "Engine setting.", flag_values=_FLAGS)
+_TTFT_LENS = flags.DEFINE_list("ttft_lens", ["64", "256", "448"], "Prompt lengths whose time to first token is measured.", flag_values=_FLAGS)
+_PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting, for ttft and preemption.", flag_values=_FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Prompts of which the median is taken.", lower_bound=1, flag_values=_FLAGS)
+_SEED = flags.DEFINE_integer("seed", 0, "Of lengths and prompts.", flag_values=_FLAGS)
+_NAME = flags.DEFINE_string("name", "memory", "Name of the JSON file.", flag_values=_FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.",
+                                  flag_values=_FLAGS)
 
 MAX_MODEL_LEN, MAX_TOKENS = 4096, 512
 NUM_SHARING, PREFIX_LEN, OWN_LEN = 64, 1000, 20
@@ -172,7 +174,7 @@ def main(argv: list[str]) -> None:
 
 def entry() -> None:
     """Console entry."""
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, _FLAGS))
 
 
 if __name__ == "__main__":

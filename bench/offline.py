@@ -22,27 +22,33 @@ from jaxinfer import cli
 if TYPE_CHECKING:
     from jaxinfer import LLM
 
-_MODEL = flags.DEFINE_string("model", None, "Converted checkpoint, Hugging Face folder or .gguf file.")
-_SHAPE = flags.DEFINE_string("shape", None, "Random weights at this named shape instead (see jaxinfer/models/shapes.py).")
-_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["int4", "int8"], "Quantises the projections of --shape; a checkpoint says itself.")
-_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Dtypes to run, one engine each.")
-_BATCH_SIZES = flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Sequences that decode together.")
-_PROMPT_LEN = flags.DEFINE_integer("prompt_len", 512, "Prompt tokens a sequence in the decode runs.", lower_bound=1)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "New tokens a sequence in the decode runs.", lower_bound=2)
-_TTFT_LENS = flags.DEFINE_list("ttft_lens", [], "Prompt lengths whose time to first token is measured, batch 1.")
-_THROUGHPUT = flags.DEFINE_integer("throughput_requests", 0, "Requests at once, prompts uniform in 32..2048, 128 new tokens; 0 skips.")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of which the median is taken.", lower_bound=1)
-_PROFILE = flags.DEFINE_bool("profile", False, "Profile some decode steps of each batch size (GPU).")
-_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Engine setting; default: what the runs need.", lower_bound=2)
-_PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting.")
-_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1)
-_TOKEN_BUCKETS = flags.DEFINE_list("token_buckets", None, "Engine setting.")
-_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting.", lower_bound=1, upper_bound=32)
-_ATTENTION = flags.DEFINE_string("attention_implementation", "auto", "Engine setting.")
-_HF_PYTHON = flags.DEFINE_string("hf_python", None, "Interpreter with torch and transformers: runs the peer beside, on the same prompts' size.")
-_HF_MODEL = flags.DEFINE_string("hf_model", None, "What the peer loads: Hugging Face folder or .gguf file; default: --model.")
-_NAME = flags.DEFINE_string("name", None, "Name of the JSON file; default: from model and device.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.")
+_FLAGS = flags.FlagValues()  # its own: other commands have flags of these names
+_MODEL = flags.DEFINE_string("model", None, "Converted checkpoint, Hugging Face folder or .gguf file.", flag_values=_FLAGS)
+_SHAPE = flags.DEFINE_string("shape", None, "Random weights at this named shape instead (see jaxinfer/models/shapes.py).", flag_values=_FLAGS)
+_QUANTIZATION = flags.DEFINE_enum("quantization", None, ["int4", "int8"], "Quantises the projections of --shape; a checkpoint says itself.",
+                                  flag_values=_FLAGS)
+_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Dtypes to run, one engine each.", flag_values=_FLAGS)
+_BATCH_SIZES = flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Sequences that decode together.", flag_values=_FLAGS)
+_PROMPT_LEN = flags.DEFINE_integer("prompt_len", 512, "Prompt tokens a sequence in the decode runs.", lower_bound=1, flag_values=_FLAGS)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "New tokens a sequence in the decode runs.", lower_bound=2, flag_values=_FLAGS)
+_TTFT_LENS = flags.DEFINE_list("ttft_lens", [], "Prompt lengths whose time to first token is measured, batch 1.", flag_values=_FLAGS)
+_THROUGHPUT = flags.DEFINE_integer("throughput_requests", 0, "Requests at once, prompts uniform in 32..2048, 128 new tokens; 0 skips.",
+                                   flag_values=_FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of which the median is taken.", lower_bound=1, flag_values=_FLAGS)
+_PROFILE = flags.DEFINE_bool("profile", False, "Profile some decode steps of each batch size (GPU).", flag_values=_FLAGS)
+_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Engine setting; default: what the runs need.", lower_bound=2, flag_values=_FLAGS)
+_PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting.", flag_values=_FLAGS)
+_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1, flag_values=_FLAGS)
+_TOKEN_BUCKETS = flags.DEFINE_list("token_buckets", None, "Engine setting.", flag_values=_FLAGS)
+_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting.", lower_bound=1, upper_bound=32, flag_values=_FLAGS)
+_ATTENTION = flags.DEFINE_string("attention_implementation", "auto", "Engine setting.", flag_values=_FLAGS)
+_HF_PYTHON = flags.DEFINE_string("hf_python", None, "Interpreter with torch and transformers: runs the peer beside, on the same prompts' size.",
+                                 flag_values=_FLAGS)
+_HF_MODEL = flags.DEFINE_string("hf_model", None, "What the peer loads: Hugging Face folder or .gguf file; default: --model.",
+                                flag_values=_FLAGS)
+_NAME = flags.DEFINE_string("name", None, "Name of the JSON file; default: from model and device.", flag_values=_FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.",
+                                  flag_values=_FLAGS)
 
 
 def make_engine(dtype: str, max_num_seqs: int) -> "LLM":
@@ -222,7 +228,7 @@ def main(argv: list[str]) -> None:
 
 def entry() -> None:
     """Console entry."""
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, _FLAGS))
 
 
 if __name__ == "__main__":

@@ -23,20 +23,22 @@ if TYPE_CHECKING:
     from jaxinfer import LLM
     from jaxinfer.request import Request
 
-_MODEL = flags.DEFINE_string("model", None, "Converted checkpoint, Hugging Face folder or .gguf file.")
-_SHAPE = flags.DEFINE_string("shape", None, "Random weights at this named shape instead (see jaxinfer/models/shapes.py).")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Engine setting.")
-_RATES = flags.DEFINE_list("request_rate", ["0"], "Requests a second on average, one run each; 0: all at once.")
-_NUM_REQUESTS = flags.DEFINE_integer("num_requests", 256, "Requests of a run.", lower_bound=1)
-_MIN_PROMPT_LEN = flags.DEFINE_integer("min_prompt_len", 32, "Shortest prompt, tokens.", lower_bound=1)
-_MAX_PROMPT_LEN = flags.DEFINE_integer("max_prompt_len", 2048, "Longest prompt, tokens.", lower_bound=1)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "New tokens of a request.", lower_bound=2)
-_SEED = flags.DEFINE_integer("seed", 0, "Of arrivals and prompts.")
-_MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Engine setting.", lower_bound=1)
-_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1)
-_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting.", lower_bound=1, upper_bound=32)
-_NAME = flags.DEFINE_string("name", None, "Name of the JSON file; default: from model and device.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.")
+_FLAGS = flags.FlagValues()  # its own: other commands have flags of these names
+_MODEL = flags.DEFINE_string("model", None, "Converted checkpoint, Hugging Face folder or .gguf file.", flag_values=_FLAGS)
+_SHAPE = flags.DEFINE_string("shape", None, "Random weights at this named shape instead (see jaxinfer/models/shapes.py).", flag_values=_FLAGS)
+_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Engine setting.", flag_values=_FLAGS)
+_RATES = flags.DEFINE_list("request_rate", ["0"], "Requests a second on average, one run each; 0: all at once.", flag_values=_FLAGS)
+_NUM_REQUESTS = flags.DEFINE_integer("num_requests", 256, "Requests of a run.", lower_bound=1, flag_values=_FLAGS)
+_MIN_PROMPT_LEN = flags.DEFINE_integer("min_prompt_len", 32, "Shortest prompt, tokens.", lower_bound=1, flag_values=_FLAGS)
+_MAX_PROMPT_LEN = flags.DEFINE_integer("max_prompt_len", 2048, "Longest prompt, tokens.", lower_bound=1, flag_values=_FLAGS)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "New tokens of a request.", lower_bound=2, flag_values=_FLAGS)
+_SEED = flags.DEFINE_integer("seed", 0, "Of arrivals and prompts.", flag_values=_FLAGS)
+_MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Engine setting.", lower_bound=1, flag_values=_FLAGS)
+_MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1, flag_values=_FLAGS)
+_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting.", lower_bound=1, upper_bound=32, flag_values=_FLAGS)
+_NAME = flags.DEFINE_string("name", None, "Name of the JSON file; default: from model and device.", flag_values=_FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.",
+                                  flag_values=_FLAGS)
 
 
 def make_llm() -> "LLM":
@@ -119,7 +121,7 @@ def main(argv: list[str]) -> None:
 
 def entry() -> None:
     """Console entry."""
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, _FLAGS))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_report_names_the_block_that_shows_what_was_chosen() -> None:
 
 
 @pytest.mark.parametrize(("settings", "error", "message"), [
-    ({"attention_implementation": "zzz"}, ConfigError, "attention_implementation = 'zzz'.*wgmma, mosaic, xla, reference"),
+    ({"attention_implementation": "zzz"}, ConfigError, "attention_implementation = 'zzz'.*wgmma, mosaic, jax_triton, xla, reference"),
     ({"attention_implementation": "wgmma"}, ConfigError, "attention_implementation = 'wgmma'.*cannot do this case"),
     ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy = 'lifo'.*fcfs"),
     ({"batch_buckets": (4, 8), "max_num_seqs": 4}, ConfigError, "batch_buckets holds 8, more than max_num_seqs = 4"),
