@@ -1,0 +1,161 @@
+"""One layer by one method: from float32 parameters and input statistics to rounded linears. METHODS is where a method is added."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert.formats.matrix import QuantizedMatrix
+from convert.quantise import awq, folding
+from convert.quantise.gptq import gptq
+from convert.quantise.grid import GridSpec, Rounded, relative_error, round_nearest, round_shrunk, values
+from convert.quantise.layer import LINEARS, InputStatistics, Params
+from jaxinfer.errors import ConfigError, NonFiniteError
+from jaxinfer.models.config import ModelConfig
+
+COMPUTE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantiseConfig:
+    """How a model is quantised."""
+
+    method: str
+    """A key of METHODS."""
+    grid: GridSpec
+    """Of every linear that is not kept at 8 bits."""
+    awq_scaling: str = "auto"
+    """A key of awq.SCALINGS."""
+    clip: bool = True
+    """Whether awq also searches clipping."""
+    damping: float = 0.01
+    """gptq: share of the Hessian's mean diagonal that is added to it."""
+    act_order: bool = False
+    """gptq: round the rows of the largest inputs first."""
+    compute_dtype: str = "float32"
+    """float32 or bfloat16: of the activations as they go through the layers. Sums, Gram matrices and searches are float32 always."""
+    num_int8: int = 0
+    """Linears of largest measured output error that are kept at 8 bits."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"method = {self.method!r}: must be one of {', '.join(METHODS)}.")
+        if self.awq_scaling not in awq.SCALINGS:
+            raise ConfigError(f"awq_scaling = {self.awq_scaling!r}: must be one of {', '.join(awq.SCALINGS)}.")
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise ConfigError(f"compute_dtype = {self.compute_dtype!r}: must be one of {', '.join(COMPUTE_DTYPES)}.")
+        if not 0 < self.damping < 100:
+            raise ConfigError(f"damping = {self.damping}: must be above 0 and below 100.")
+        if self.num_int8 < 0:
+            raise ConfigError(f"keep_int8 = auto:{self.num_int8}: must be at least 0.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerResult:
+    """A quantised layer, on the host."""
+
+    matrices: dict[str, QuantizedMatrix]
+    """Linear -> its rounded weight."""
+    others: dict[str, np.ndarray]
+    """Parameter path -> norms and biases, float32, with the scales folded in."""
+    scales: dict[str, np.ndarray]
+    """Linear -> the factor on its input rows that is in its weight, float32 [k]; empty where nothing was scaled."""
+    errors: dict[str, float]
+    """Linear -> |X dW|^2 / |X W|^2 over the calibration inputs."""
+    facts: dict[str, dict[str, Any]]
+    """Linear -> what a method tells beside: rule, ratio, losses, share of groups clipped."""
+
+
+def flat(weight: jax.Array) -> jax.Array:
+    """[in, *out] -> [k, n]."""
+    return weight.reshape(weight.shape[0], -1)
+
+
+@jax.jit
+def descaled(gram: jax.Array, scale: jax.Array) -> jax.Array:
+    """The Gram matrix of inputs divided by `scale`, as a weight with the scale folded in reads them."""
+    return gram / (scale[:, None] * scale)
+
+
+def _round_nearest(layer: str, params: Params, statistics: Mapping[str, InputStatistics], settings: QuantiseConfig, config: ModelConfig,
+                   dtype: np.dtype) -> tuple[Params, folding.Scales, dict[str, Rounded], dict[str, dict[str, Any]]]:
+    """Every weight to its nearest code."""
+    rounded = {name: round_nearest(flat(params[f"{name}.weight"]), spec=settings.grid) for name in LINEARS}
+    return params, {}, rounded, {name: {} for name in LINEARS}
+
+
+def _gptq(layer: str, params: Params, statistics: Mapping[str, InputStatistics], settings: QuantiseConfig, config: ModelConfig,
+          dtype: np.dtype) -> tuple[Params, folding.Scales, dict[str, Rounded], dict[str, dict[str, Any]]]:
+    """Rounding with error feedback."""
+    found = {name: gptq(f"{layer}.{name}", flat(params[f"{name}.weight"]), statistics[name].gram, spec=settings.grid,
+                        damping=settings.damping, act_order=settings.act_order) for name in LINEARS}
+    return params, {}, {name: rounded for name, (rounded, _) in found.items()}, {name: {"damping": used} for name, (_, used) in found.items()}
+
+
+def _awq(layer: str, params: Params, statistics: Mapping[str, InputStatistics], settings: QuantiseConfig, config: ModelConfig,
+         dtype: np.dtype) -> tuple[Params, folding.Scales, dict[str, Rounded], dict[str, dict[str, Any]]]:
+    """Scales for each linear's input, folded into what feeds it; then clipping; then rounding to nearest."""
+    choices = {
+        name: awq.search_scale(f"{layer}.{name}", flat(params[f"{name}.weight"]), statistics[name], settings.grid, settings.awq_scaling,
+                               folding.tie(name, config))
+        for name in LINEARS}
+    norms, scales = folding.representable(params, {name: choice.scale for name, choice in choices.items()}, dtype=dtype)
+    folded = folding.fold(params, norms, scales, config=config)
+    rounded, facts = {}, {}
+    for name, choice in choices.items():
+        w, scale = flat(folded[f"{name}.weight"]), scales[name]
+        shrinks: jax.Array | float = 1.0
+        if settings.clip:
+            shrinks = awq.search_clip(w, descaled(statistics[name].gram, scale), spec=settings.grid)
+            mask = folding.clippable_columns(name, config)
+            shrinks = shrinks if mask is None else jnp.where(jnp.asarray(mask), shrinks, 1.0)
+        rounded[name] = round_shrunk(w, shrinks, spec=settings.grid)
+        facts[name] = {"rule": choice.rule, "ratio": choice.ratio, "loss_with_scale": choice.loss, "loss_without_scale": choice.plain_loss,
+                       "scale_min": float(scale.min()), "scale_max": float(scale.max()),
+                       "clipped_groups": float(jnp.mean(jnp.asarray(shrinks) < 1.0))}
+    return folded, scales, rounded, facts
+
+
+METHODS: dict[str, Callable[..., tuple[Params, folding.Scales, dict[str, Rounded], dict[str, dict[str, Any]]]]] = {
+    "awq": _awq, "gptq": _gptq, "rtn": _round_nearest}
+"""Name -> (layer's name, params, statistics, settings, model, dtype of what stays unquantised) -> (params with scales folded in, the
+scales, rounded linears, facts)."""
+
+
+def quantise_layer(layer: str, params: Params, statistics: Mapping[str, InputStatistics], settings: QuantiseConfig, config: ModelConfig,
+                   dtype: np.dtype) -> LayerResult:
+    """Quantises the four linears of a layer.
+
+    Args:
+      layer: its name, for errors.
+      params: float32.
+      statistics: of each linear's inputs, mirrored.
+      settings: method and grid.
+      config: the model.
+      dtype: of the checkpoint's unquantised parameters.
+
+    Raises:
+      NonFiniteError: weights, activations or results that are not finite; names the linear.
+    """
+    for name in LINEARS:
+        if not bool(jnp.isfinite(statistics[name].gram).all()):
+            raise NonFiniteError(f"{layer}.{name}: its calibration activations are NaN, infinite or too large to square in float32: nothing "
+                                 "is saved; check the checkpoint with python -m convert --verify, or calibrate on other text.")
+        if not bool(jnp.isfinite(params[f"{name}.weight"]).all()):
+            raise NonFiniteError(f"{layer}.{name}: its weights are not finite: nothing is saved; convert the model again.")
+    folded, scales, rounded, facts = METHODS[settings.method](layer, params, statistics, settings, config, dtype)
+    matrices, errors = {}, {}
+    for name in LINEARS:
+        scale = scales.get(name)
+        gram = statistics[name].gram if scale is None else descaled(statistics[name].gram, scale)
+        errors[name] = float(relative_error(values(rounded[name]), flat(folded[f"{name}.weight"]), gram))
+        matrices[name] = rounded[name].matrix(settings.grid)
+        matrices[name].check(f"{layer}.{name}")
+        if not np.isfinite(errors[name]):
+            raise NonFiniteError(f"{layer}.{name}: its output error is {errors[name]}: nothing is saved; calibrate on other text.")
+    others = {path: np.asarray(value) for path, value in folded.items() if path.removesuffix(".weight") not in LINEARS}
+    return LayerResult(matrices=matrices, others=others, scales={name: np.asarray(scale) for name, scale in scales.items()}, errors=errors,
+                       facts=facts)

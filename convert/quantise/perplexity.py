@@ -1,0 +1,34 @@
+"""Perplexity of a model on token windows, one layer in memory at a time. Loads no whole model."""
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from convert.quantise.layer import FloatModel, Params, batch_rows, forward, layer_graph, token_losses
+
+
+def layerwise_perplexity(model: FloatModel, tokens: np.ndarray, layer_params: Callable[[int], Params], *, dtype: str) -> float:
+    """exp of the mean negative log-likelihood of every token but each window's first; logits are float32.
+
+    Args:
+      model: gives the embedding, the final norm and the vocabulary head.
+      tokens: [S, T] int32.
+      layer_params: index -> the layer's parameters, of the dtype; called once a layer, in order.
+      dtype: of the activations.
+    """
+    config = model.config
+    x = model.embed(tokens)
+    rows = batch_rows(tokens.shape[1])
+    for index in range(config.num_layers):
+        params, graph = layer_params(index), layer_graph(config, index)
+        for start in range(0, len(x), rows):
+            x[start:start + rows] = np.asarray(forward(jnp.asarray(x[start:start + rows], dtype), params, config=config, graph=graph))
+    head = jnp.asarray(model.read("embedding.weight" if config.tie_embeddings else "lm_head.weight"), jnp.float32)
+    norm = jnp.asarray(model.read("final_norm.weight"), jnp.float32)
+    total = 0.0
+    for window, ids in zip(x, tokens, strict=True):
+        losses = token_losses(jnp.asarray(window[:-1]), norm, head, jnp.asarray(ids[1:]), eps=config.norm_eps)
+        total += float(np.asarray(losses, np.float64).sum())
+    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
