@@ -43,7 +43,8 @@ def query_tiles(cu_q_lens: jax.Array, kv_lens: jax.Array, num_tokens: int, block
         tokens   ...............|row b, q_len 10, block_q 4     |............
         tiles                   [0 1 2 3][4 5 6 7][8 9 . .]      each in block_q consecutive tokens that begin at `base`
 
-    The tiles stand from the last to the first, since a row's last tiles are its longest and should start first.
+    The tiles stand from the last to the first, since a row's last tiles are its longest and should start first; spare tiles, of which
+    there are many where the bucket has room for many rows, stand behind them.
 
     Args:
       cu_q_lens: [B + 1] int32, as in the attention contract.
@@ -65,11 +66,11 @@ def query_tiles(cu_q_lens: jax.Array, kv_lens: jax.Array, num_tokens: int, block
     if skip_single:
         counts = jnp.where((q_lens == 1) & (jnp.arange(num_rows + 1) < num_rows), 0, counts)
     end_tiles = jnp.cumsum(counts, dtype=jnp.int32)
-    tiles = jnp.arange(num_tiles - 1, -1, -1, dtype=jnp.int32)
+    tiles = end_tiles[-1] - 1 - jnp.arange(num_tiles, dtype=jnp.int32)  # below 0: spare
     rows = jnp.minimum(jnp.sum(tiles[:, None] >= end_tiles, axis=1, dtype=jnp.int32), num_rows)
     offset = (tiles - (end_tiles - counts)[rows]) * block_q
     token = jnp.clip(cu_q_lens[rows] + offset, 0, num_tokens)
-    own = jnp.clip(q_lens[rows] - offset, 0, block_q)
+    own = jnp.where(tiles < 0, 0, jnp.clip(q_lens[rows] - offset, 0, block_q))
     base = jnp.minimum(token, num_tokens - block_q)
     kv_len, first = padded_kv_lens[rows], token - base
     pos = kv_len - q_lens[rows] + offset - first

@@ -61,7 +61,12 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, *, num_tiles: int, scale: flo
     acc_layout, lhs_layout, rhs_layout = (layout(dtype) for layout in (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
     row_layout = acc_layout.reduce(1)
 
-    def body(q_ref, k_ref, v_ref, table_ref, tiles_ref, out_ref):  # type: ignore[no-untyped-def]
+    def body(*refs):  # type: ignore[no-untyped-def]
+        tile, tiles_ref = lax.axis_index("tile"), refs[4]
+        # A tile without tokens has nothing to write: it ends before it loads anything.
+        pl.when(tiles_ref[2, tile] > tiles_ref[1, tile])(lambda: attend(*refs))
+
+    def attend(q_ref, k_ref, v_ref, table_ref, tiles_ref, out_ref):  # type: ignore[no-untyped-def]
         head, tile = lax.axis_index("head"), lax.axis_index("tile")
         base, first, end, row, pos, kv_end, kv_len = (tiles_ref[i, tile] for i in range(TILE_FIELDS))
         kv_head = lax.div(head, jnp.int32(num_heads // num_kv_heads))

@@ -202,7 +202,8 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, *, num
             mosaic.store_rows(out_ref.at[pl.ds(base + group * GROUP_Q, GROUP_Q), head], out.astype(q.dtype), low, high, layout,
                               interpret=interpret)
 
-        lax.cond(group == FETCHER, fetch, attend)
+        # A tile without tokens has nothing to write: it ends before it loads anything.
+        pl.when(end > first)(lambda: lax.cond(group == FETCHER, fetch, attend))
 
     transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
