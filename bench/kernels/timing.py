@@ -19,7 +19,7 @@ from bench.kernels.operands import draw
 from bench.kernels.rows import Ceilings, Row
 
 CACHE_BYTES = 128 * 2**20   # more than any second-level cache: operands rotate over at least this much
-LONG_CALL_S = 150e-6        # from here on launching costs nothing that the device would see
+LONG_CALL_S = 2e-3          # below, the profiler: at 160 us a queue of calls still spends 35 us of each on launching (H200, paged decode)
 CALLS = 16
 COPY_BYTES = 2**30
 MATMUL_SIZE = 8192
