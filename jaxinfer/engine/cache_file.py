@@ -12,8 +12,10 @@ the same model's before an update of its weights. `state` is HashedPrefixCache.d
 """
 
 import dataclasses
+import errno
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -50,6 +52,27 @@ class CacheIdentity:
                 "kv_dtype": str(self.kv_dtype), "model": self.model}
 
 
+def read_path(given: Any) -> Path:
+    """A file's path from what a caller gives.
+
+    Raises:
+      PrefixCacheError: it is none, or names no file.
+    """
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    try:
+        if not isinstance(text, str) or b"\0" in os.fsencode(text) or not Path(text).name:
+            raise ValueError
+    except ValueError:  # half a character is one, too
+        raise PrefixCacheError(f"path = {given!r:.100}: must name a file, as a text or a pathlib.Path.") from None
+    return Path(text)
+
+
+def _check_ordinary(path: Path) -> None:
+    """Raises OSError for a folder, a device, a pipe: none is to be read, and the move to its place would take it away."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "no ordinary file")
+
+
 def write(path: Path, identity: CacheIdentity, state: Mapping[str, Any], rows: Iterable[np.ndarray]) -> int:
     """Writes a file, or leaves what was there untouched: it is written beside its place and moved there when whole.
 
@@ -73,10 +96,11 @@ def write(path: Path, identity: CacheIdentity, state: Mapping[str, Any], rows: I
         "pages": {"dtype": _DTYPES[str(identity.kv_dtype)], "shape": [num_rows, *identity.row_shape], "data_offsets": [0, end]},
         "checksums": {"dtype": "U32", "shape": [num_rows], "data_offsets": [end, end + 4 * num_rows]}}).encode()
     header += b" " * (-len(header) % 8)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # no writer has another's, on whatever machine or thread
     try:
+        _check_ordinary(path)
         try:
-            with open(partial, "wb") as file:
+            with open(partial, "xb") as file:
                 file.write(len(header).to_bytes(8, "little") + header)
                 checksums = [_write_row(file, row) for block in rows for row in block]
                 assert len(checksums) == num_rows, f"{len(checksums)} rows for {num_rows} entries"
@@ -114,6 +138,7 @@ class CacheFile:
         self._path = path
         self._identity = identity
         try:
+            _check_ordinary(path)
             self._file: IO[bytes] = open(path, "rb")  # noqa: SIM115  closed by __exit__
         except OSError as error:
             raise PrefixCacheError(f"{path} cannot be read ({error.strerror}): give a file that save_prefix_cache wrote.") from error
@@ -171,8 +196,8 @@ class CacheFile:
         try:
             header = json.loads(self._read(8, length))
             metadata, shape = dict(header["__metadata__"]), tuple(header["pages"]["shape"])
-            text, crc32 = metadata["state"], metadata["state_crc32"]
-        except (ValueError, KeyError, TypeError) as error:
+            text, crc32 = str(metadata["state"]), metadata["state_crc32"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._damaged(f"its header cannot be understood: {type(error).__name__} {error}") from error
         self._check_identity(metadata)
         if f"{zlib.crc32(text.encode()):08x}" != crc32:

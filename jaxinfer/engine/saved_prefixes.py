@@ -41,15 +41,16 @@ class SavedPrefixes:
 
     def save(self, path: str | Path, model: LoadedModel) -> int:
         """Writes what is cached into one file; see LLM.save_prefix_cache. Returns the pages written."""
+        file = cache_file.read_path(path)
         state = self._hashed("save_prefix_cache").dump_state(is_kept=lambda namespace: namespace[-1] is None)
         blocks = self._read([entry["page"] for entry in state["entries"]])
-        cache_file.write(Path(path), self._identity(model), state, blocks)
+        cache_file.write(file, self._identity(model), state, blocks)
         return len(state["entries"])
 
     def load(self, path: str | Path, model: LoadedModel) -> int:
         """Takes in as much of a file as the pool holds; see LLM.load_prefix_cache. Returns the pages taken."""
         cache = self._hashed("load_prefix_cache")
-        with cache_file.CacheFile(Path(path), self._identity(model)) as file:
+        with cache_file.CacheFile(cache_file.read_path(path), self._identity(model)) as file:
             file.check(min(file.num_rows, self._pages.capacity))
             self._pages.evict_all()
             try:

@@ -162,6 +162,47 @@ def test_what_stands_at_the_path_survives_a_failure_to_write(saved, make_llm, tm
     assert llm.generate(PROMPTS[0], PARAMS)[0].outputs  # the engine goes on
 
 
+@pytest.mark.parametrize("path", ["", ".", "/", "a\0b", "\ud800", None, 5, b"file"])
+@pytest.mark.parametrize("method", ["save_prefix_cache", "load_prefix_cache"])
+def test_a_path_that_names_no_file_is_refused_and_the_engine_goes_on(other, method, path):
+    with pytest.raises(PrefixCacheError, match="path = .*must name a file"):
+        getattr(other, method)(path)
+    assert other.generate(PROMPTS[0], PARAMS)[0].outputs
+
+
+def test_what_is_no_ordinary_file_is_neither_waited_for_nor_replaced(other, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        for call in (other.load_prefix_cache, other.save_prefix_cache):
+            with pytest.raises(PrefixCacheError, match="no ordinary file"):
+                call(path)
+    assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_header_nested_without_end_is_damaged(other, tmp_path):
+    header = b"[" * 100_000
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(PrefixCacheError, match="RecursionError"):
+        other.load_prefix_cache(tmp_path / "file")
+
+
+def test_each_of_several_writers_of_one_path_writes_a_whole_file(saved, make_llm, tmp_path):
+    """Threads of a process, and processes of equal number on several machines, do not write into each other's file."""
+    identity = make_llm(**FIXED).engine.saved_prefixes._identity(make_llm(**FIXED).engine.model)
+    with cache_file.CacheFile(saved[0], identity) as file:
+        state, rows = file.state, list(file.rows(range(file.num_rows)))
+
+    def blocks():
+        for i, row in enumerate(rows):
+            if i == 3:  # the second writer comes and goes while the first one writes
+                cache_file.write(tmp_path / "file", identity, state, (row[None] for row in rows))
+            yield row[None]
+
+    cache_file.write(tmp_path / "file", identity, state, blocks())
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == saved[0].read_bytes()
+
+
 def test_engines_that_cannot_save_say_so(make_llm, tmp_path):
     with pytest.raises(ConfigError, match="save_prefix_cache: enable_prefix_caching = False"):
         make_llm(**FIXED, enable_prefix_caching=False).save_prefix_cache(tmp_path / "file")
