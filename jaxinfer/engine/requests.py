@@ -60,7 +60,7 @@ def read_each(name: str, given: Any, num_prompts: int) -> list[Any]:
     Raises:
       RequestError: a list of another length.
     """
-    if not isinstance(given, Sequence) or isinstance(given, str):
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         return [given] * num_prompts
     if len(given) != num_prompts:
         raise RequestError(f"{name} has {len(given)} entries for {num_prompts} prompts: give one for all, or one a prompt.")

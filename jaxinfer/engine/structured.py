@@ -157,8 +157,28 @@ class _Vocabulary:
         self.special_token_ids = [*sorted(tokenizer.special_token_ids), self.eos_token_id]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Token ids of a text: the library asks how a text that is certain would be tokenised."""
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"), add_special_tokens=False)
+        """Token ids of a text: the library asks how a text that is certain would be tokenised. What a special token is called is text."""
+        ids = self._tokenizer.encode(text if isinstance(text, str) else text.decode(errors="replace"), add_special_tokens=False)
+        if self._tokenizer.special_token_ids.isdisjoint(ids):
+            return ids
+        return self._longest_first(text.encode() if isinstance(text, str) else text)
+
+    @functools.cached_property
+    def _ordinary_ids(self) -> dict[bytes, int]:
+        """Token id by bytes, without special tokens."""
+        return {token: i for i, token in enumerate(self.tokens) if token and i not in self.special_token_ids}
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        """Ordinary tokens that spell a text, the longest that fits at each place; up to where none does."""
+        ids: list[int] = []
+        longest, start = max(map(len, self._ordinary_ids), default=0), 0
+        while start < len(text):
+            end = next((end for end in range(min(start + longest, len(text)), start, -1) if text[start:end] in self._ordinary_ids), None)
+            if end is None:
+                break
+            ids.append(self._ordinary_ids[text[start:end]])
+            start = end
+        return ids
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
@@ -203,7 +223,7 @@ def _grammar_text(guide: StructuredOutputsParams) -> str:
         if guide.regex is not None:
             return LLMatcher.grammar_from_regex(guide.regex)
         if guide.choice is not None:
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in guide.choice)
+            texts = " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in guide.choice)
             return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # one terminal: thousands of texts cost no parser items
         return grammar_from("grammar", guide.grammar or "")
     except ValueError as error:

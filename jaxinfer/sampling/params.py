@@ -15,8 +15,10 @@ MAX_LOGIT_BIAS = 1e4
 MAX_TEMPERATURE = 1e4
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_N = 1024
+MAX_PROCESSOR_NUMBER = 3.4e38
+"""Of a logits processor's parameters; a float32 holds it."""
 MAX_GRAMMAR_CHARS = 1 << 17
-"""Characters of a schema, an expression, a grammar or of all choices together."""
+"""Characters of a schema with its whitespace_pattern, an expression, a grammar or of all choices together."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -63,7 +65,8 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise RequestError(f"SamplingParams.structured_outputs has {' and '.join(given) or 'nothing'}: must have exactly one of "
                                f"{', '.join(_KINDS)}.")
-        num_chars = sum(map(len, self.choice or ())) + sum(len(getattr(self, name) or "") for name in ("json", "regex", "grammar"))
+        texts = (self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ()))
+        num_chars = sum(len(text) for text in texts if isinstance(text, str))
         if num_chars > MAX_GRAMMAR_CHARS:
             raise RequestError(f"SamplingParams.structured_outputs.{given[0]} has {num_chars} characters: must have at most "
                                f"{MAX_GRAMMAR_CHARS}. Give a smaller one.")
@@ -201,8 +204,10 @@ class SamplingParams:
         given = {} if self.logits_processors is None else self.logits_processors
         ok = isinstance(given, Mapping) and all(
             isinstance(name, str) and isinstance(values, Mapping) and all(
-                isinstance(key, str) and _is_real(v) and abs(v) < float("inf") for key, v in values.items()) for name, values in given.items())
-        _check(ok, "logits_processors", given, "a mapping from a processor's name to its parameters, each a finite number by name")
+                isinstance(key, str) and _is_real(v) and abs(v) <= MAX_PROCESSOR_NUMBER for key, v in values.items())
+            for name, values in given.items())
+        _check(ok, "logits_processors", given, "a mapping from a processor's name to its parameters, each by its name a "
+               f"finite number in [-{MAX_PROCESSOR_NUMBER:g}, {MAX_PROCESSOR_NUMBER:g}]")
         object.__setattr__(self, "logits_processors", {name: dict(values) for name, values in given.items()} or None)
 
     @property

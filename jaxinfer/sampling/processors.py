@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.errors import ConfigError, RequestError
+from jaxinfer.sampling.params import MAX_PROCESSOR_NUMBER
 from jaxinfer.state import NUM_RECENT, PROMPT_BIT, SamplingState, SlotTables
 
 
@@ -66,9 +67,10 @@ def register_logits_processor(name: str, function: ProcessorFunction, params: Ma
         if not isinstance(given, str) or not given.isidentifier() or keyword.iskeyword(given):
             raise ConfigError(f"logits processor {name!r}: {given!r} must be an identifier.")
     for key, default in params.items():
-        if default is not None and (isinstance(default, bool) or not isinstance(default, int | float) or not abs(default) < float("inf")):
-            raise ConfigError(f"logits processor {name!r}: the default {default!r} of {key!r} must be a finite number, or None where a request "
-                              "must give one.")
+        if default is not None and (isinstance(default, bool) or not isinstance(default, int | float)
+                                    or not abs(default) <= MAX_PROCESSOR_NUMBER):
+            raise ConfigError(f"logits processor {name!r}: the default {default!r:.80} of {key!r} must be a finite number in "
+                              f"[-{MAX_PROCESSOR_NUMBER:g}, {MAX_PROCESSOR_NUMBER:g}], or None where a request must give one.")
     if not callable(function):
         raise ConfigError(f"logits processor {name!r}: a {type(function).__name__} is no function.")
     _REGISTERED[name] = LogitsProcessor(name=name, function=function, params=tuple(params.items()))
@@ -97,7 +99,7 @@ class ProcessorTable:
         """Traces every function once, on two rows.
 
         Raises:
-          ConfigError: a function that does not give float32 logits of the same shape.
+          ConfigError: a function that cannot be traced, or does not give float32 logits of the same shape.
         """
         rows = 2
         logits, counts, one = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
@@ -109,7 +111,11 @@ class ProcessorTable:
                 return function(logits, numbers, ProcessorContext(counts=counts, in_prompt=counts > 0, recent_tokens=recent, num_outputs=one,
                                                                   prompt_lens=one))
 
-            out = jax.eval_shape(call, logits, {key: number for key, _ in p.params}, counts, recent, one)
+            try:
+                out = jax.eval_shape(call, logits, {key: number for key, _ in p.params}, counts, recent, one)
+            except (TypeError, ValueError, LookupError, AttributeError) as error:  # jax's own are TypeErrors and ValueErrors
+                raise ConfigError(f"logits processor {p.name!r} cannot be traced ({type(error).__name__}: {str(error):.200}): it must be a "
+                                  f"pure jax function of logits {logits.shape} and of parameters {number.shape} each.") from error
             shape, dtype = getattr(out, "shape", None), getattr(out, "dtype", None)
             if (shape, dtype) != (logits.shape, logits.dtype):
                 raise ConfigError(f"logits processor {p.name!r} gives {dtype} {shape} for float32 logits {logits.shape}: it must give the same "

@@ -107,7 +107,8 @@ def test_smaller_priorities_go_first_and_may_interrupt(make_llm):
     ({"priority": 10**5000}, "an integer of 16610 bits"), ({"priority": [2**31]}, "priority = 2147483648"),
     ({"priority": [0, 0]}, "priority has 2 entries for 1 prompts"), ({"deadline_s": [1.0, None]}, "deadline_s has 2 entries"),
     ({"deadline_s": 0}, r"deadline_s = 0: must be a number of seconds in \(0, 1e\+09\]"), ({"deadline_s": float("nan")}, "deadline_s = nan"),
-    ({"deadline_s": float("inf")}, "leave it out"), ({"deadline_s": "1"}, "deadline_s = '1'"), ({"deadline_s": [False]}, "deadline_s = False"),
+    ({"deadline_s": float("inf")}, "leave it out"), ({"deadline_s": "1"}, "deadline_s = '1'"), ({"deadline_s": b"1"}, "deadline_s = b'1'"),
+    ({"priority": b"\0"}, "priority = b'"), ({"deadline_s": [False]}, "deadline_s = False"),
 ])
 def test_bad_values_are_refused(llm, options, message):
     with pytest.raises(RequestError, match=message):

@@ -122,6 +122,20 @@ def test_other_rules_hold_beside_a_grammar(guided):
     assert len({c.token_ids for c in out.outputs}) > 1 and all(len(json.loads(c.text)) == 3 for c in out.outputs)
 
 
+@pytest.mark.parametrize("asked", [{"choice": ["<|endoftext|>"]}, {"regex": r"<\|endoftext\|>"}])
+def test_what_a_special_token_is_called_is_spelled_by_others(guided, asked):
+    (out,) = guided.generate(PROMPT, SamplingParams(structured_outputs=asked, max_tokens=20, skip_special_tokens=False))
+    assert out.outputs[0].text == "<|endoftext|>" and END not in out.outputs[0].token_ids
+
+
+def test_a_choice_may_hold_any_character(guided):
+    text = "".join(map(chr, [*range(1, 0x180), 0x2028, 0xfeff, 0x10ffff]))
+    (out,) = guided.generate({"prompt_token_ids": [5]}, SamplingParams(structured_outputs={"choice": ["\x7f\\\x7f"]}, max_tokens=9))
+    assert out.outputs[0].text == "\x7f\\\x7f"
+    GrammarCompiler(guided.tokenizer, vocab_size=V, num_valid_tokens=V).grammar(
+        SamplingParams(structured_outputs={"choice": [text]}), (), (), ())
+
+
 def test_rows_under_a_grammar_wait_and_others_go_on(guided, monkeypatch):
     """A guided row's tokens are all known when it is scheduled; a plain one's input stays on the device, and it has a row in every step."""
     plans, next_plan = [], guided.engine.scheduler.next

@@ -35,7 +35,9 @@ from jaxinfer.sampling.params import MAX_LOGIT_BIAS, MAX_N, MAX_TEMPERATURE, Sam
     ("structured_outputs", {"json": {"a": {1, 2}}}, ".json is no JSON"),
     ("structured_outputs", {"grammar": 3}, "non-empty text"), ("structured_outputs", {"json_object": "yes"}, "True or False"),
     ("structured_outputs", {"choice": ["a" * 70000] * 2}, ".choice has 140000 characters: must have at most 131072"),
+    ("structured_outputs", {"json": "{}", "whitespace_pattern": "a" * 131071}, ".json has 131073 characters: must have at most 131072"),
     ("logits_processors", {"a": 1}, "a mapping from a processor's name"), ("logits_processors", {"a": {"b": float("inf")}}, "finite number"),
+    ("logits_processors", {"a": {"b": 10**400}}, "in [-3.4e+38, 3.4e+38]"), ("logits_processors", {"a": {"b": -1e39}}, "finite number"),
     ("logits_processors", ["a"], "a mapping from a processor's name"), ("logits_processors", {"a": {"b": True}}, "finite number"),
     ("stop_token_ids", [-1], ">= 0"), ("stop_token_ids", 5, "a list"), ("stop", 5, "a list"), ("stop_token_ids", "5", ">= 0"),
 ])

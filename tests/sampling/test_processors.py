@@ -106,10 +106,15 @@ def test_registration(monkeypatch):
     register_logits_processor("shift", shift, {"by": None, "times": 2})
     for name, function, params, message in (
             ("shift", shift, {}, "'shift' exists already"), ("a b", shift, {}, "must be an identifier"), ("x", shift, {"1": 2}, "identifier"),
-            ("x", shift, {"by": float("nan")}, "the default nan of 'by'"), ("x", 3, {}, "a int is no function")):
+            ("x", shift, {"by": float("nan")}, "the default nan of 'by'"), ("x", shift, {"by": 10**400}, "of 'by' must be a finite number"),
+            ("x", 3, {}, "a int is no function")):
         with pytest.raises(ConfigError, match=message):
             register_logits_processor(name, function, params)
     registered_processors().check_functions(V)
     register_logits_processor("narrow", lambda logits, params, context: logits[:, :1])
     with pytest.raises(ConfigError, match=r"'narrow' gives float32 \(2, 1\) for float32 logits \(2, 40\)"):
+        registered_processors().check_functions(V)
+    module._REGISTERED.pop("narrow")
+    register_logits_processor("flat", lambda logits, params, context: logits * params["by"], {"by": 1})
+    with pytest.raises(ConfigError, match=r"'flat' cannot be traced \(ValueError: Incompatible shapes.*parameters \(2,\) each"):
         registered_processors().check_functions(V)
