@@ -105,7 +105,8 @@ class AsyncLLM:
                     yield delta
         finally:
             self._stepper.withdraw(stream)
-            del self._open[name]
+            if self._open.get(name) is stream:
+                del self._open[name]
 
     def chat(self, messages: "Messages", params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0,
              deadline_s: float | None = None) -> AsyncGenerator[CompletionDelta]:
@@ -172,7 +173,7 @@ class AsyncLLM:
             request_id = next(name for name in map(str, self._numbers) if name not in self._open)
         elif not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id = {request_id!r}: must be a text that is not empty.")
-        elif request_id in self._open:
+        elif request_id in self._open and not self._open[request_id].loop.is_closed():  # a closed loop lets nobody withdraw
             raise RequestError(f"request_id = {request_id!r} belongs to a request that is being served: choose another or wait for its end.")
         self._open[request_id] = stream
         return request_id

@@ -159,7 +159,8 @@ class Stepper:
             if stream is None:  # another caller's
                 continue
             text, _ = self._engine.outputs.text(request)
-            if stream.push(request, text, self._engine.outputs.logprobs(request)[0], self._end_of(request, stream)):
+            has_news = stream.push(request, text, self._engine.outputs.logprobs(request)[0], self._end_of(request, stream))
+            if has_news or stream.loop.is_closed():  # who was woken and closed its loop before it looked is gone, too
                 woken.setdefault(stream.loop, []).append(stream)
             if request.is_finished:
                 del self._streams[request.request_id]

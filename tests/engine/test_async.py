@@ -63,6 +63,23 @@ def joined(deltas, index=0):
     return "".join(d.text for d in own), tuple(t for d in own for t in d.token_ids)
 
 
+def test_a_loop_closed_before_its_consumer_looked_holds_nothing(llm):
+    served, loop = jaxinfer.AsyncLLM.from_llm(llm), asyncio.new_event_loop()
+    deltas = served.generate(PROMPT, LONG, request_id="same")
+    loop.run_until_complete(anext(deltas))
+    stream = served._open["same"]
+    end = time.monotonic() + 30
+    while not stream._is_signalled and time.monotonic() < end:
+        time.sleep(0.001)
+    loop.close()
+    while not stream.requests[0].is_finished and time.monotonic() < end:
+        time.sleep(0.001)
+    assert stream.requests[0].finish_reason is FinishReason.ABORT
+    asyncio.run(collect(served.generate(PROMPT, PARAMS, request_id="same")))
+    asyncio.run(served.shutdown())
+    assert is_idle(llm)
+
+
 def test_many_at_once_equal_generate(llm):
     prompts = [{"prompt_token_ids": list(range(1, n))} for n in (3, 40, 9, 64, 2, 17, 30, 5)]
     params = [dataclasses.replace(PARAMS, max_tokens=3 + 4 * i, logprobs=2) for i in range(8)]
