@@ -7,7 +7,6 @@ A set's answer is the choice of the largest log-likelihood. Models are loaded on
 """
 
 import gc
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from absl import flags
 from bench import report
 from bench.accuracy_sets import SETS, Question
 from jaxinfer import cli
+from jaxinfer.drift import perplexity
 from jaxinfer.engine.compiled import jit_logits
 from jaxinfer.engine.load import load
 from jaxinfer.errors import ConfigError
@@ -57,7 +57,7 @@ def judge_text(logits: Logits, windows: np.ndarray) -> tuple[float, np.ndarray]:
         out = np.asarray(logits(ids[None], np.array([len(ids)], np.int32)))[0, :-1]
         total -= float(log_likelihoods(out, ids[1:]).sum())
         likeliest.append(out.argmax(-1))
-    return math.exp(total / (windows.shape[0] * (windows.shape[1] - 1))), np.stack(likeliest)
+    return perplexity("the model", total, windows.shape[0] * (windows.shape[1] - 1)), np.stack(likeliest)
 
 
 def judge_set(logits: Logits, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[int]:
@@ -109,12 +109,12 @@ def judge(name: str, texts: Sequence[Path], questions: Mapping[str, Sequence[Que
     row: dict[str, Any] = {"model": path.name, "weights_mb": sum(x.nbytes for x in model.params.values()) / 1e6}
     for text in texts:
         windows = text_windows(tokenizer, text, num_windows=_NUM_WINDOWS.value, max_len=_MAX_LEN.value)
-        perplexity, likeliest = judge_text(logits, windows)
+        found, likeliest = judge_text(logits, windows)
         key = f"text {text.name}"
-        first = reference.setdefault(key, {"perplexity": perplexity, "likeliest": likeliest, "windows": windows})
+        first = reference.setdefault(key, {"perplexity": found, "likeliest": likeliest, "windows": windows})
         if not np.array_equal(first["windows"], windows):
             raise ConfigError(f"{path} splits {text} into other tokens than the first model: compare models of one tokenizer.")
-        row |= {f"ppl {text.stem}": perplexity, f"rise {text.stem} %": 100 * (perplexity / first["perplexity"] - 1),
+        row |= {f"ppl {text.stem}": found, f"rise {text.stem} %": 100 * (found / first["perplexity"] - 1),
                 f"agree {text.stem} %": 100 * float((likeliest == first["likeliest"]).mean())}
     for set_name, asked in questions.items():
         chosen = judge_set(logits, tokenizer, asked)

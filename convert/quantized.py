@@ -125,9 +125,9 @@ def read_matrix(source: Source, scheme: Scheme, part: Part, specs: Mapping[str, 
                 raise CheckpointError(f"its zero points are not all {2**(scheme.bits - 1)}, but the config says that they are symmetric: "
                                       "correct the config (sym, or zero_point)")
             matrix = dataclasses.replace(matrix, zeros=None)
-        matrix.check(module)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {module}: {error}") from None
+    matrix.check(f"{source.path}: {module}")
     return matrix
 
 

@@ -78,7 +78,7 @@ def plot(figures: Mapping[str, Any], path: Path) -> None:
     """Relative error, cosine and standard deviations by stage, as a picture.
 
     Raises:
-      ConfigError: matplotlib is not installed.
+      ConfigError: matplotlib is not installed, or the file cannot be written or is of a kind that it does not know.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'jaxinfer[bench]', or leave --plot out.")
@@ -97,7 +97,10 @@ def plot(figures: Mapping[str, Any], path: Path) -> None:
     for axes, label in ((error, "relative error"), (cosine, "cosine"), (std, "standard deviation")):
         axes.set_ylabel(label)
     std.set_xticks(range(len(stages)), [s.name for s in stages], rotation=90)
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written ({error}): choose another --plot, such as figures.png.") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

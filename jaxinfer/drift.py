@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.load import LoadedModel
-from jaxinfer.errors import CheckpointError
+from jaxinfer.errors import CheckpointError, NonFiniteError
 from jaxinfer.layers.attention import DenseContext
 from jaxinfer.models.registry import bind
 
@@ -91,6 +91,19 @@ def logit_figures(original: np.ndarray, quantised: np.ndarray, targets: np.ndarr
             "tokens": float(len(targets))}
 
 
+def perplexity(what: str, total_nll: float, num_tokens: int) -> float:
+    """exp of the mean negative log-likelihood, in nats, of `num_tokens` tokens.
+
+    Raises:
+      NonFiniteError: the mean is NaN, infinite, or beyond what exp of a float64 holds; `what` names the model.
+    """
+    mean = total_nll / num_tokens
+    if not mean < math.log(np.finfo(np.float64).max):
+        raise NonFiniteError(f"{what}: a token takes {mean:g} nats in the mean, which is no perplexity: its logits are not finite, or mean "
+                             "nothing; look at python -m jaxinfer.diagnose, or run it in float32.")
+    return math.exp(mean)
+
+
 def diagnose(original: LoadedModel, quantised: LoadedModel, windows: np.ndarray) -> dict[str, Any]:
     """Runs both models over the windows, side by side, one window at a time.
 
@@ -105,6 +118,7 @@ def diagnose(original: LoadedModel, quantised: LoadedModel, windows: np.ndarray)
 
     Raises:
       CheckpointError: the two are not the same architecture with the same sizes.
+      NonFiniteError: NaN or infinity in a stage, which is named with its model, or in a perplexity.
     """
     if (original.config.architecture, original.config.dim, original.config.num_layers, original.config.vocab_size) != (
             quantised.config.architecture, quantised.config.dim, quantised.config.num_layers, quantised.config.vocab_size):
@@ -113,6 +127,7 @@ def diagnose(original: LoadedModel, quantised: LoadedModel, windows: np.ndarray)
     for ids in windows:
         figures = []
         for (name, x), (_, y) in zip(_stages(original, ids), _stages(quantised, ids), strict=True):
+            _require_finite(name, {"original": x, "quantised": y})
             if name != "logits":
                 figures.append(stage_figures(name, x, y))
                 continue
@@ -122,7 +137,16 @@ def diagnose(original: LoadedModel, quantised: LoadedModel, windows: np.ndarray)
     count = totals["tokens"]
     return {"stages": flagged([_averaged(list(column)) for column in zip(*per_window, strict=True)]),
             "kl_per_token": totals["kl"] / count, "top1_agreement": totals["agree"] / count, "num_tokens": int(count),
-            "perplexity": {"original": math.exp(totals["nll_original"] / count), "quantized": math.exp(totals["nll_quantized"] / count)}}
+            "perplexity": {"original": perplexity("the original", totals["nll_original"], int(count)),
+                           "quantized": perplexity("the quantised model", totals["nll_quantized"], int(count))}}
+
+
+def _require_finite(stage: str, values: Mapping[str, np.ndarray]) -> None:
+    """Raises NonFiniteError for NaN or infinity in a stage of either model."""
+    for model, x in values.items():
+        if not np.isfinite(x).all():
+            raise NonFiniteError(f"the {model} model meets NaN or infinity first in {stage}: try --dtype=float32; where that does not help, "
+                                 f"{'convert' if model == 'original' else 'quantise'} it again.")
 
 
 def _stages(model: LoadedModel, ids: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

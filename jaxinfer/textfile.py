@@ -1,5 +1,6 @@
 """Text files that models are calibrated and judged on: JSON Lines or plain text, and how two texts differ. Knows no tokens; host code."""
 
+import codecs
 import collections
 import json
 import unicodedata
@@ -26,7 +27,8 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decoded(path: Path, raw: bytes) -> str:
-    """A file's bytes as text. Raises ConfigError with the line that is not UTF-8."""
+    """A file's bytes as text, without a byte order mark. Raises ConfigError with the line that is not UTF-8."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -35,7 +37,9 @@ def decoded(path: Path, raw: bytes) -> str:
 
 
 def records(path: Path, raw: bytes) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, record) of every line that is not blank; each record has a text, or a list of messages.
+    """(line number, record) of every line that is not blank; each record is {"text": str} or {"messages": [dict, ...]}, nothing else.
+
+    Data sets with columns for both leave one of them null: the one that holds something is taken, a text before messages.
 
     Raises:
       ConfigError: names the first line that is not such a record, or there is none.
@@ -48,17 +52,21 @@ def records(path: Path, raw: bytes) -> list[tuple[int, dict[str, Any]]]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} line {number} is not JSON ({error}): give one object a line, or a .txt file for plain text.") from None
-        if not isinstance(record, dict) or not (isinstance(record.get("text"), str) or _is_chat(record.get("messages"))):
-            what = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise ConfigError(f"{path} line {number} has {what}: {EXPECTED}.")
-        found.append((number, record))
+        found.append((number, _record(record, f"{path} line {number}")))
     if not found:
         raise ConfigError(f"{path} holds no record: {EXPECTED} on at least one line.")
     return found
 
 
-def _is_chat(messages: object) -> bool:
-    return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) for message in messages)
+def _record(value: object, where: str) -> dict[str, Any]:
+    """The one field of a line that is read. Raises ConfigError where neither is there, or a text is none."""
+    text, messages = (value.get("text"), value.get("messages")) if isinstance(value, dict) else (None, None)
+    if isinstance(text, str):
+        return {"text": text}
+    if text is None and isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return {"messages": messages}
+    what = sorted(value) if isinstance(value, dict) else type(value).__name__
+    raise ConfigError(f"{where} has {what}: {EXPECTED}.")
 
 
 def read_text(path: Path) -> str:

@@ -1,6 +1,5 @@
 """Checks shared by the ops on paged keys and values. Static facts only: it never looks at an array's contents."""
 
-import math
 from typing import Any
 
 import jax
@@ -12,6 +11,8 @@ MIN_PAGE_SIZE = 16
 MAX_PAGE_SIZE = 128
 PAGE_SIZE_STEP = 16
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 type ArrayLike = jax.Array | jax.ShapeDtypeStruct | np.ndarray[Any, Any]
 
@@ -79,13 +80,14 @@ def check_rows(op: str, page_table: ArrayLike, cu_q_lens: ArrayLike, kv_lens: Ar
 
 
 def check_number(op: str, name: str, value: Any, *, least: float, open_end: bool, integer: bool) -> None:
-    """Requires a finite Python number at least `least`, or above it where `open_end`.
+    """Requires a finite Python number at least `least`, or above it where `open_end`, and within int32 or float32.
 
     Raises:
       ContractError: not such a number, an array or a tracer included: what is static must be known when tracing.
     """
-    kinds = (int, np.integer) if integer else (int, float, np.integer, np.floating)
-    is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    kinds: tuple[Any, ...] = (int, np.integer) if integer else (int, float, np.integer, np.floating)
+    limit = INT32_MAX if integer else FLOAT32_MAX  # what the device computes with
+    is_number = isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= limit
     if not is_number or value < least or (open_end and value == least):
         kind, sign = ("a Python integer" if integer else "a finite Python number"), (">" if open_end else ">=")
-        raise ContractError(f"{op}: {name} = {value!r}: must be {kind} {sign} {least}.")
+        raise ContractError(f"{op}: {name} = {value!r:.100}: must be {kind} {sign} {least}, and at most {limit}.")

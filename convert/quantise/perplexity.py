@@ -7,16 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.quantise.layer import FloatModel, Params, batch_rows, forward, layer_graph, token_losses
+from jaxinfer.errors import NonFiniteError
 
 
-def layerwise_perplexity(model: FloatModel, tokens: np.ndarray, layer_params: Callable[[int], Params], *, dtype: str) -> float:
+def layerwise_perplexity(name: str, model: FloatModel, tokens: np.ndarray, layer_params: Callable[[int], Params], *, dtype: str) -> float:
     """exp of the mean negative log-likelihood of every token but each window's first; logits are float32.
 
     Args:
+      name: of the model that the layers make, for the error.
       model: gives the embedding, the final norm and the vocabulary head.
       tokens: [S, T] int32.
       layer_params: index -> the layer's parameters, of the dtype; called once a layer, in order.
       dtype: of the activations.
+
+    Raises:
+      NonFiniteError: the mean is not finite, or too large to be a perplexity.
     """
     config = model.config
     x = model.embed(tokens)
@@ -31,4 +36,8 @@ def layerwise_perplexity(model: FloatModel, tokens: np.ndarray, layer_params: Ca
     for window, ids in zip(x, tokens, strict=True):
         losses = token_losses(jnp.asarray(window[:-1]), norm, head, jnp.asarray(ids[1:]), eps=config.norm_eps)
         total += float(np.asarray(losses, np.float64).sum())
-    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
+    mean = total / (tokens.shape[0] * (tokens.shape[1] - 1))
+    if not mean < math.log(np.finfo(np.float64).max):
+        raise NonFiniteError(f"{name}: a token of the evaluation text takes {mean:g} nats in the mean, which is no perplexity: nothing is "
+                             "saved; give --compute_dtype=float32 or another --eval_text, or check the checkpoint with --verify.")
+    return math.exp(mean)

@@ -95,6 +95,11 @@ def quantise(model: str | Path, output: str | Path, *, settings: QuantiseConfig,
     output_path = Path(output).expanduser().absolute()
     check_output(output_path, overwrite=overwrite)
     float_model = open_float(model, settings)
+    if output_path.resolve() == float_model.path.resolve():
+        raise ConfigError(f"the output {output_path} is the checkpoint that is to be quantised: choose another --output.")
+    if texts.max_len > float_model.config.max_position_embeddings:
+        raise ConfigError(f"max_len = {texts.max_len}: the model was made for {float_model.config.max_position_embeddings} positions, and what "
+                          "it computes behind them is no guide to its weights: lower --max_len.")
     calibration, evaluation = _windows(float_model.path, settings, texts)
     plan = memory.plan_memory(float_model.config, method=settings.method, max_len=texts.max_len, num_samples=max(
         len(w.tokens) for w in (calibration, evaluation) if w is not None) if calibration or evaluation else 1)
@@ -160,6 +165,7 @@ def quantise_layers(model: FloatModel, settings: QuantiseConfig, calibration: To
     config, begun, first = model.config, time.monotonic(), store.next_layer
     x = store.inputs()
     if x is None and calibration is not None:
+        assert first == 0, f"layers up to {first} are there, but not what layer {first} reads"
         x = model.embed(calibration.tokens)
     for index in range(first, config.num_layers):
         interruption.check()
@@ -214,8 +220,8 @@ def _perplexities(model: FloatModel, evaluation: TokenWindows, store: LayerStore
         return on_device(stored | weights, dtype)
 
     dtype = settings.compute_dtype
-    before = layerwise_perplexity(model, evaluation.tokens, lambda index: on_device(model.layer(index), dtype), dtype=dtype)
-    after = layerwise_perplexity(model, evaluation.tokens, quantised, dtype=dtype)
+    before = layerwise_perplexity("the original", model, evaluation.tokens, lambda index: on_device(model.layer(index), dtype), dtype=dtype)
+    after = layerwise_perplexity("the quantised model", model, evaluation.tokens, quantised, dtype=dtype)
     logger.info("held-out perplexity %.4f before, %.4f after (%+.2f %%)", before, after, 100 * (after / before - 1))
     return {"before": before, "after": after}
 

@@ -46,14 +46,18 @@ class LayerStore:
         """The first layer that is not there."""
 
     def __enter__(self) -> "LayerStore":
-        self._folder.mkdir(parents=True, exist_ok=self._resume)
-        self._lock = os.open(self._folder, os.O_RDONLY)
         try:
+            self._folder.mkdir(parents=True, exist_ok=self._resume)
+            self._lock = os.open(self._folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise CheckpointError(f"{self._folder} is being written by another process: wait for it, or choose another --output") from None
-        self._take_over()
+            self._take_over()
+        except OSError as error:
+            if self._lock is not None:
+                os.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise CheckpointError(f"{self._folder} is being written by another process: wait for it, or choose another "
+                                      "--output") from None
+            raise staging.write_error(self._folder, error) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -63,14 +67,17 @@ class LayerStore:
             staging.remove_tree(self._folder)
         assert self._lock is not None
         os.close(self._lock)
+        if isinstance(error, OSError):
+            raise staging.write_error(self._folder, error, kept=self._folder if self._folder.exists() else None) from error
 
     def finish(self) -> None:
         """The result stands elsewhere; leaving removes the folder."""
         self._finished = True
 
     def inputs(self) -> np.ndarray | None:
-        """What the next layer reads, where an earlier run left it."""
-        return np.load(self._folder / f"inputs-{self.next_layer}.npy") if self._resume and self.next_layer else None
+        """What the next layer reads, where an earlier run left it; a run without calibration text leaves none."""
+        name = f"inputs-{self.next_layer}.npy"
+        return np.load(self._folder / name) if name in self._files else None
 
     def add(self, result: LayerResult, inputs: np.ndarray | None) -> None:
         """Stores the next layer's result and, with `resume`, the inputs of the layer after it."""
@@ -108,13 +115,17 @@ class LayerStore:
             return
         try:
             state = json.loads((self._folder / STATE).read_text(encoding="utf-8"))
-            whole = state["what"] == self._what and all(file_crc32(self._folder / name) == crc for name, crc in state["files"].items())
-        except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+            whole = state["what"] == self._what and {f"layer-{i}.npz" for i in range(state["next"])} <= state["files"].keys() and all(
+                file_crc32(self._folder / name) == crc for name, crc in state["files"].items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):
             whole = False
         if not whole:
             logger.warning("%s is of another run, or damaged: it is begun anew", self._folder)
             for path in self._folder.iterdir():
-                path.unlink()
+                if path.is_dir() and not path.is_symlink():
+                    staging.remove_tree(path)
+                else:
+                    path.unlink()
             return
         self._files, self.next_layer = state["files"], state["next"]
         logger.info("%s continues: %d layers are there", self._folder, self.next_layer)

@@ -119,7 +119,10 @@ def matmul_spec(x: ArrayLike, packed: ArrayLike, scales: ArrayLike, zeros: Array
         check_float(OP, "bias", bias)
         if bias.shape[0] != n:
             raise ContractError(f"{OP}: bias {list(bias.shape)}, [n], and scales {list(scales.shape)}, [g, n], differ in n.")
-    out = dtype_name(x) if out_dtype is None else jnp.dtype(out_dtype).name
+    try:
+        out = dtype_name(x) if out_dtype is None else jnp.dtype(out_dtype).name
+    except TypeError:
+        out = repr(out_dtype)
     if out not in FLOAT_DTYPES:
         raise ContractError(f"{OP}: out_dtype = {out}: must be one of {', '.join(FLOAT_DTYPES)}, or None for x's.")
     return MatmulSpec(m=m, k=k, n=n, group_size=group_size, bits=bits, x_dtype=dtype_name(x), scale_dtype=dtype_name(scales),

@@ -1,6 +1,7 @@
 """diagnose: its figures against their definitions, what it flags and advises, and the command on a tiny pair of checkpoints."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxinfer import diagnose as command
-from jaxinfer.drift import StageFigures, diagnose, flagged, logit_figures, moments, stage_figures
+from jaxinfer.drift import StageFigures, diagnose, flagged, logit_figures, moments, perplexity, stage_figures
 from jaxinfer.engine.load import LoadedModel, random_model
-from jaxinfer.errors import CheckpointError, ConfigError
+from jaxinfer.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxinfer.models.shapes import SHAPES
 from jaxinfer.textfile import differences, profile, read_text
 
@@ -130,3 +131,32 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n')
     assert read_text(tmp_path / "a.jsonl") == "one\ntwo"
+    nulls = '{"text": null, "messages": [{"role": "user", "content": "two"}]}\n{"text": "one", "messages": null}\n'
+    (tmp_path / "b.jsonl").write_text("\ufeff" + nulls, encoding="utf-8")
+    assert read_text(tmp_path / "b.jsonl") == "two\none"
+    (tmp_path / "c.txt").write_text("\ufeffmarked", encoding="utf-8")
+    assert read_text(tmp_path / "c.txt") == "marked"
+    (tmp_path / "d.jsonl").write_text('{"text": 5, "messages": [{"role": "user", "content": "two"}]}')
+    with pytest.raises(ConfigError, match=r"d.jsonl line 1 has \['messages', 'text'\]: expected"):
+        read_text(tmp_path / "d.jsonl")
+    (tmp_path / "e.txt").write_bytes(b"\xef\xbb\xbfgood\nbad \xff")
+    with pytest.raises(ConfigError, match="e.txt line 2 is not UTF-8 .byte 0xff"):
+        read_text(tmp_path / "e.txt")
+
+
+def test_what_is_not_finite_is_named(original: LoadedModel) -> None:
+    broken = changed(original, layers__1__mlp__down__weight=float("nan"))
+    with pytest.raises(NonFiniteError, match="the quantised model meets NaN or infinity first in layer 1: .*quantise it again"):
+        diagnose(original, broken, TOKENS)
+    with pytest.raises(NonFiniteError, match="the original model meets NaN or infinity first in layer 1: .*convert it again"):
+        diagnose(broken, original, TOKENS)
+    for total in (float("nan"), float("inf"), 1e5):
+        with pytest.raises(NonFiniteError, match="the model: a token takes .* nats in the mean, which is no perplexity"):
+            perplexity("the model", total, 10)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.parametrize("name", ["no/p.png", "p.docx"])
+def test_a_picture_that_cannot_be_written(tmp_path: Path, original: LoadedModel, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be written .*choose another --plot"):
+        command.plot(diagnose(original, original, TOKENS), tmp_path / name)

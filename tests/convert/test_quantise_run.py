@@ -1,7 +1,9 @@
 """Quantising whole tiny checkpoints: what is written, resumed, refused and reported; calibration files and the command."""
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from convert.quantise.grid import GridSpec
 from convert.quantise.layer import LINEARS
 from convert.quantise.methods import QuantiseConfig
 from convert.quantise.run import Texts, quantise
+from convert.quantise.store import LayerStore
 from jaxinfer.checkpoint import read_manifest, read_param
 from jaxinfer.engine.compiled import jit_logits
 from jaxinfer.errors import CapacityError, CheckpointError, ConfigError, JaxInferError, NonFiniteError
@@ -120,6 +123,58 @@ def test_what_cannot_be_continued_is_begun_anew(tmp_path: Path, base: Path, monk
     assert "begun anew" in caplog.text and read_manifest(tmp_path / "out")["quantization"]["calibration"] is None
 
 
+def test_rounding_without_text_is_continued(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = run.quantise_layer, []
+
+    def interrupted(layer: str, *args: Any) -> Any:
+        calls.append(layer)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(layer, *args)
+
+    monkeypatch.setattr(run, "quantise_layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantise(base, tmp_path / "out", settings=RTN, texts=texts(None), resume=True)
+    quantise(base, tmp_path / "out", settings=RTN, texts=texts(None), resume=True)
+    assert calls == ["layers.0", "layers.1", "layers.2", "layers.2"]
+    quantise(base, tmp_path / "whole", settings=RTN, texts=texts(None))
+    assert parameters(tmp_path / "out") == parameters(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("state", [{}, {"what": "[]", "files": {}}, {"files": {}, "next": 1}, {"files": {}, "next": "1"}, []])
+def test_a_state_that_names_no_layers_is_begun_anew(tmp_path: Path, state: Any) -> None:
+    folder = tmp_path / "out.quantise-resume"
+    (folder / "strange").mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"what": "[]", **state} if isinstance(state, dict) else state))
+    with LayerStore(tmp_path / "out", what="[]", resume=True) as store:
+        assert store.next_layer == 0 and store.inputs() is None and not list(folder.iterdir())
+
+
+def test_an_output_that_cannot_be_made_is_a_checkpoint_error(tmp_path: Path, base: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "out.quantise-resume").write_text("")
+    for output, resume in ((tmp_path / "file" / "out", False), (tmp_path / "out", True)):
+        with pytest.raises(CheckpointError, match="out.quantise-.* cannot be written .*choose another --output"):
+            quantise(base, output, settings=RTN, texts=texts(None), resume=resume)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "out.quantise-resume"}
+
+
+def test_a_disk_that_fills_keeps_finished_layers(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, full = LayerStore.add, [False, True]
+
+    def add(self: LayerStore, *args: Any) -> None:
+        if full.pop(0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, *args)
+
+    monkeypatch.setattr(LayerStore, "add", add)
+    with pytest.raises(CheckpointError, match="the disk is full.: free the disk and continue .*out.quantise-resume"):
+        quantise(base, tmp_path / "out", settings=RTN, texts=texts(None), resume=True)
+    full[:] = [True]
+    with pytest.raises(CheckpointError, match="the disk is full.: nothing was left there"):
+        quantise(base, tmp_path / "other", settings=RTN, texts=texts(None))
+
+
 def test_refusals_leave_nothing(tmp_path: Path, base: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(error: type[JaxInferError], message: str, settings: QuantiseConfig = RTN, given: Texts | None = None,
                 model: Path = base) -> None:
@@ -132,10 +187,19 @@ def test_refusals_leave_nothing(tmp_path: Path, base: Path, text: Path, monkeypa
     refused(ConfigError, "awq needs calibration text", QuantiseConfig(method="awq", grid=GRID))
     refused(ConfigError, "attention.qkv: 64 inputs", QuantiseConfig(method="rtn", grid=GridSpec(bits=4, group_size=128, symmetric=False)))
     refused(ConfigError, "keep_int8 = auto:13: the model has 12 linears", QuantiseConfig(method="rtn", grid=GRID, num_int8=13))
+    refused(ConfigError, "max_len = 129: the model was made for 128 positions.*lower --max_len", given=texts(text, max_len=129))
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "quantise_layer", None)  # refused before any layer
+        with pytest.raises(ConfigError, match="the output .* is the checkpoint that is to be quantised"):
+            quantise(base, base, settings=RTN, texts=texts(None), overwrite=True)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "available_bytes", lambda: 1 << 20)
         refused(CapacityError, r"calibration takes .* GB of memory .*lower --num_samples")
     real = run.FloatModel.embed
+    with monkeypatch.context() as patch:
+        patch.setattr(run.FloatModel, "embed", lambda self, tokens: np.where(np.arange(64) == 5, np.nan, real(self, tokens)))
+        refused(NonFiniteError, "the original: a token of the evaluation text takes nan nats .*nothing is saved",
+                given=texts(None, evaluation=text))
     monkeypatch.setattr(run.FloatModel, "embed", lambda self, tokens: np.where(np.arange(64) == 5, np.nan, real(self, tokens)))
     refused(NonFiniteError, "layers.0.attention.qkv: its calibration activations are NaN", given=texts(text))
 
@@ -150,6 +214,9 @@ def test_calibration_files(tmp_path: Path, base: Path) -> None:
 
     chat = json.dumps({"messages": [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a fox " * 9}]})
     plain = "\n".join(json.dumps({"text": f"record {i} " * 5}) for i in range(20)) + "\n\n"
+    both = json.dumps({"text": None, **json.loads(chat)})
+    assert np.array_equal(windows("a.jsonl", both, num_samples=1).tokens, windows("a.jsonl", chat, num_samples=1).tokens)
+    assert np.array_equal(windows("a.jsonl", "\ufeff" + plain).tokens, windows("a.jsonl", plain).tokens)
     found = windows("a.jsonl", plain)
     assert found.tokens.shape == (4, 16) and found.tokens.dtype == np.int32
     assert np.array_equal(found.tokens, windows("a.jsonl", plain).tokens)

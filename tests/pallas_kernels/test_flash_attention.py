@@ -163,6 +163,8 @@ ERRORS = {
     "causal": ({"causal": None}, "causal = None: must be True or False"),
     "scale": ({"scale": -1.0}, r"scale = -1.0: must be a finite Python number > 0"),
     "window": ({"sliding_window": 0}, r"sliding_window = 0: must be a Python integer >= 1"),
+    "huge_window": ({"sliding_window": 2**31}, r"sliding_window = 2147483648: must be a Python integer >= 1, and at most 2147483647"),
+    "huge_scale": ({"scale": 10**400}, r"scale = 10*: must be a finite Python number > 0, and at most 3.4"),
     "full_window": ({"sliding_window": 5, "causal": False}, r"sliding_window = 5 with causal = False: .*give causal=True"),
     "softcap": ({"softcap": 0.0}, r"softcap = 0.0: must be a finite Python number > 0"),
     "implementation": ({"implementation": "cudnn"}, r"implementation = 'cudnn' is unknown: give one of .*xla, reference"),

@@ -215,6 +215,7 @@ ERRORS = {
     "zero_dtype": ({"zeros": ARRAY((2, 128), jnp.uint32)}, r"be one of bfloat16, float16, float32, int8.*None stands for 8"),
     "bias": ({"bias": ARRAY((64,), jnp.bfloat16)}, r"bias \[64\], \[n\], and scales \[2, 128\]"),
     "out_dtype": ({"out_dtype": "int8"}, r"out_dtype = int8: must be one of"),
+    "no_dtype": ({"out_dtype": "float17"}, r"out_dtype = 'float17': must be one of"),
 }
 
 
