@@ -1,12 +1,13 @@
 """The only jax.jit calls of the engine: the closed set of executables, their warm-up, and the count of compiles."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,20 +146,23 @@ class CompiledSteps:
             x.delete()
 
     def renew_state(self, model: LoadedModel) -> None:
-        """A device state as at start, beside the model's weights. What making zeros compiles does not count, as in run_aside()."""
+        """A device state as at start, beside the model's weights."""
+        with self.aside():
+            self.state = _new_state(self.resolved, model, self.processors)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """For work that is no part of a step: what it compiles does not count among the compiles after warm-up."""
         before = self.counter.count
-        self.state = _new_state(self.resolved, model, self.processors)
+        yield
         self.compiles_at_start += self.counter.count - before
 
     def run_aside(self, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> Any:
-        """Runs a pure function that is no part of a step, between requests. Its first call with such shapes compiles it, which does
-        not count among the compiles after warm-up: nobody waits for a token meanwhile."""
-        before = self.counter.count
+        """Runs a pure function that is no part of a step, between requests: nobody waits for a token while its first call compiles it."""
         if function not in self._asides:
             self._asides[function] = function if self.resolved.enforce_eager else jax.jit(function, donate_argnums=donated)
-        result = self._asides[function](*arguments)
-        self.compiles_at_start += self.counter.count - before
-        return result
+        with self.aside():
+            return self._asides[function](*arguments)
 
     @property
     def num_compiles_after_warm_up(self) -> int:

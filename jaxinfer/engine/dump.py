@@ -167,8 +167,10 @@ def read_dump(file: str | os.PathLike[str]) -> StepDump:
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError, ValueError) as error:
         raise DumpError(f"{os.fspath(file)!r} cannot be read as a step ({error}): give a file that --dump_step wrote.") from error
-    if header.get("format") != FORMAT:
-        raise DumpError(f"{os.fspath(file)!r} has the format {header.get('format')!r}: this version reads {FORMAT!r}. Replay it with the "
+    if "format" not in header:
+        raise DumpError(f"{os.fspath(file)!r} holds no step, but something else in safetensors: give a file that --dump_step wrote.")
+    if header["format"] != FORMAT:
+        raise DumpError(f"{os.fspath(file)!r} has the format {header['format']!r}: this version reads {FORMAT!r}. Replay it with the "
                         "version of jaxinfer that wrote it.")
     return StepDump(header=header, tensors=tensors)
 

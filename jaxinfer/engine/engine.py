@@ -228,7 +228,8 @@ class Engine:
         """Waits for a step's tokens and hands them to texts and scheduler."""
         tokens: Sequence[int] = np.asarray(output.tokens).tolist()
         finite: Sequence[bool] = np.asarray(output.finite).tolist()
-        self.dumps.take(plan, self.steps.state, tokens, finite)
+        with self.steps.aside():
+            self.dumps.take(plan, self.steps.state, tokens, finite)
         logprobs = HostLogprobs(output.logprobs) if output.logprobs is not None else None
         start = time.perf_counter()
         for s in scored:

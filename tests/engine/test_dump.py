@@ -57,7 +57,9 @@ def test_a_row_whose_pages_are_too_many_is_computed_whole(guided, byte_model, tm
     guided.generate(prompt, PARAMS[0])
     monkeypatch.setattr(dump_file, "MAX_BYTES", 0)
     guided.dump_step(tmp_path)
+    num_compiles = guided.metrics()["num_compiles_after_warmup"]
     (out,) = guided.generate(prompt, PARAMS[0])
+    assert guided.metrics()["num_compiles_after_warmup"] == num_compiles
     dump = read_dump(guided.engine.dumps.last_file)
     (row,) = replay(dump, byte_model)
     assert out.num_cached_tokens >= 16 and dump.header["rows"][0]["start"] >= 16 and not dump.header["rows"][0]["has_pages"]
@@ -112,6 +114,9 @@ def test_files_that_are_no_dumps_and_folders_that_cannot_be_written(clean, guide
     with pytest.raises(DumpError, match="cannot be read as a step"):
         read_dump(tmp_path / "cut")
     from safetensors.numpy import save_file
+    save_file({"x": np.zeros(1)}, tmp_path / "weights")
+    with pytest.raises(DumpError, match="holds no step, but something else"):
+        read_dump(tmp_path / "weights")
     save_file({"x": np.zeros(1)}, tmp_path / "other", metadata={"step": json.dumps({"format": "jaxinfer-step-0"})})
     with pytest.raises(DumpError, match="'jaxinfer-step-0': this version reads 'jaxinfer-step-1'"):
         read_dump(tmp_path / "other")
