@@ -59,6 +59,20 @@ def current_target() -> Target:
     return Target(platform=platform, compute_capability=(parsed[0], parsed[1]) if parsed else None, device_kind=device.device_kind)
 
 
+def supports_unless[Spec](refusal: Callable[[Spec, Target], str | None]) -> Callable[[Spec, Target], Unsupported | None]:
+    """`Implementation.supports` from a function that gives the reason why a case is refused, or None."""
+    def supports(spec: Spec, target: Target) -> Unsupported | None:
+        reason = refusal(spec, target)
+        return None if reason is None else Unsupported(reason)
+
+    return supports
+
+
+def supports_all(spec: Any, target: Target) -> Unsupported | None:
+    """`Implementation.supports` of one that does every case."""
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation[Spec]:
     """One row of an op's IMPLS table, which is ordered: the first that supports a case runs."""

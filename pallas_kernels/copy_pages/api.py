@@ -13,10 +13,10 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
     traced_once,
 )
 
@@ -185,10 +185,6 @@ def _check_numbers(op: str, name: str, numbers: ArrayLike) -> None:
         raise ContractError(f"{op}: {name} has dtype {dtype_name(numbers)}: must be int32; cast it.")
 
 
-def _supports_all(spec: CopySpec, target: Target) -> Unsupported | None:
-    return None
-
-
 def _run_xla(pools: Any, src: jax.Array, dst: jax.Array, *, spec: CopySpec, target: Target) -> Any:
     return kernel_xla.copy_pages(pools, src, dst)
 
@@ -198,6 +194,6 @@ def _run_reference(pools: Any, src: jax.Array, dst: jax.Array, *, spec: CopySpec
 
 
 IMPLS: tuple[Implementation[CopySpec], ...] = (
-    Implementation(name="xla", reason="a gather and a scatter a pool, in place, CPU and GPU", supports=_supports_all, run=_run_xla),
-    Implementation(name="reference", reason="the oracle: every page looked up, new pools", supports=_supports_all, run=_run_reference),
+    Implementation(name="xla", reason="a gather and a scatter a pool, in place, CPU and GPU", supports=supports_all, run=_run_xla),
+    Implementation(name="reference", reason="the oracle: every page looked up, new pools", supports=supports_all, run=_run_reference),
 )

@@ -10,10 +10,11 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
+    supports_unless,
     traced_once,
 )
 from pallas_kernels.flash_attention import kernel_xla, reference
@@ -168,20 +169,6 @@ def _check_integers(name: str, array: ArrayLike | None, shape: tuple[int, ...], 
                             "cast or pad it.")
 
 
-def _supports_mosaic(spec: FlashAttentionSpec, target: Target) -> Unsupported | None:
-    reason = mosaic_refusal(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_wgmma(spec: FlashAttentionSpec, target: Target) -> Unsupported | None:
-    reason = wgmma_refusal_dense(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_all(spec: FlashAttentionSpec, target: Target) -> Unsupported | None:
-    return None
-
-
 type Arrays = tuple[jax.Array | None, ...]
 
 
@@ -231,8 +218,9 @@ def _run_reference(*arrays: jax.Array | None, scale: float, spec: FlashAttention
 
 
 IMPLS: tuple[Implementation[FlashAttentionSpec], ...] = (
-    Implementation(name="wgmma", reason="causal, by warpgroup mma over pages, sm_90", supports=_supports_wgmma, run=_run_wgmma),
-    Implementation(name="mosaic", reason="any mask, by mma, sm_80 and sm_90", supports=_supports_mosaic, run=_run_mosaic),
-    Implementation(name="xla", reason="blocked online softmax, any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
-    Implementation(name="reference", reason="the oracle: float32, all scores at once", supports=_supports_all, run=_run_reference),
+    Implementation(name="wgmma", reason="causal, by warpgroup mma over pages, sm_90",
+                   supports=supports_unless(wgmma_refusal_dense), run=_run_wgmma),
+    Implementation(name="mosaic", reason="any mask, by mma, sm_80 and sm_90", supports=supports_unless(mosaic_refusal), run=_run_mosaic),
+    Implementation(name="xla", reason="blocked online softmax, any shape, CPU and GPU", supports=supports_all, run=_run_xla),
+    Implementation(name="reference", reason="the oracle: float32, all scores at once", supports=supports_all, run=_run_reference),
 )

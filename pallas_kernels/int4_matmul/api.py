@@ -1,6 +1,5 @@
 """int4_matmul: contract, validation and the ordered table of implementations. It computes nothing itself."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +11,11 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
+    supports_unless,
     traced_once,
 )
 from pallas_kernels.int4_matmul import kernel_xla, reference
@@ -129,18 +129,6 @@ def matmul_spec(x: ArrayLike, packed: ArrayLike, scales: ArrayLike, zeros: Array
                       zero_dtype=None if zeros is None else dtype_name(zeros), has_bias=bias is not None, out_dtype=out)
 
 
-def _supports(refusal: Callable[[MatmulSpec, Target], str | None]) -> Callable[[MatmulSpec, Target], Unsupported | None]:
-    def supports(spec: MatmulSpec, target: Target) -> Unsupported | None:
-        reason = refusal(spec, target)
-        return None if reason is None else Unsupported(reason)
-
-    return supports
-
-
-def _supports_all(spec: MatmulSpec, target: Target) -> Unsupported | None:
-    return None
-
-
 def _run_mosaic(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> jax.Array:
     from pallas_kernels.int4_matmul import kernel_mosaic  # late: Pallas takes as long as jax to import
 
@@ -167,10 +155,10 @@ def _run_reference(x: jax.Array, packed: jax.Array, scales: jax.Array, zeros: ja
 
 
 IMPLS: tuple[Implementation[MatmulSpec], ...] = (
-    Implementation(name="wgmma", reason="middle m by warpgroup mma, sm_90", supports=_supports(wgmma_refusal), run=_run_wgmma),
-    Implementation(name="dequantize", reason="many tokens: weights dequantised whole, then XLA's dot", supports=_supports(dequantize_refusal),
-                   run=_run_xla),
-    Implementation(name="mosaic", reason="few tokens by mma, sm_80 and sm_90", supports=_supports(mosaic_refusal), run=_run_mosaic),
-    Implementation(name="xla", reason="dequantised by strips, then XLA's dot; any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
-    Implementation(name="reference", reason="the oracle: float32, the whole matrix", supports=_supports_all, run=_run_reference),
+    Implementation(name="wgmma", reason="middle m by warpgroup mma, sm_90", supports=supports_unless(wgmma_refusal), run=_run_wgmma),
+    Implementation(name="dequantize", reason="many tokens: weights dequantised whole, then XLA's dot",
+                   supports=supports_unless(dequantize_refusal), run=_run_xla),
+    Implementation(name="mosaic", reason="few tokens by mma, sm_80 and sm_90", supports=supports_unless(mosaic_refusal), run=_run_mosaic),
+    Implementation(name="xla", reason="dequantised by strips, then XLA's dot; any shape, CPU and GPU", supports=supports_all, run=_run_xla),
+    Implementation(name="reference", reason="the oracle: float32, the whole matrix", supports=supports_all, run=_run_reference),
 )

@@ -8,10 +8,10 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
     traced_once,
 )
 from pallas_kernels.paged_gather import kernel_xla, reference
@@ -93,10 +93,6 @@ def gather_spec(k_pages: ArrayLike, v_pages: ArrayLike, page_table: ArrayLike, k
                       page_size=k_pages.shape[2], pages_per_seq=page_table.shape[1], dtype=dtype_name(k_pages))
 
 
-def _supports_all(spec: GatherSpec, target: Target) -> Unsupported | None:
-    return None
-
-
 def _run_xla(*arrays: jax.Array, spec: GatherSpec, target: Target) -> tuple[jax.Array, jax.Array]:
     return kernel_xla.paged_gather(*arrays, max_len=spec.max_len)
 
@@ -106,6 +102,6 @@ def _run_reference(*arrays: jax.Array, spec: GatherSpec, target: Target) -> tupl
 
 
 IMPLS: tuple[Implementation[GatherSpec], ...] = (
-    Implementation(name="xla", reason="one gather a pool, any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
-    Implementation(name="reference", reason="the oracle: whole tables, row by row", supports=_supports_all, run=_run_reference),
+    Implementation(name="xla", reason="one gather a pool, any shape, CPU and GPU", supports=supports_all, run=_run_xla),
+    Implementation(name="reference", reason="the oracle: whole tables, row by row", supports=supports_all, run=_run_reference),
 )

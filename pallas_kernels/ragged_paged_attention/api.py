@@ -12,10 +12,11 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
+    supports_unless,
     traced_once,
 )
 from pallas_kernels.ragged_paged_attention import kernel_xla, reference
@@ -140,25 +141,6 @@ def attention_spec(q: ArrayLike, k_pages: ArrayLike, v_pages: ArrayLike, page_ta
         max_q_len=max_q_len, sliding_window=sliding_window, softcap=softcap)
 
 
-def _supports_mosaic(spec: AttentionSpec, target: Target) -> Unsupported | None:
-    reason = mosaic_refusal(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_wgmma(spec: AttentionSpec, target: Target) -> Unsupported | None:
-    reason = wgmma_refusal(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_jax_triton(spec: AttentionSpec, target: Target) -> Unsupported | None:
-    reason = triton_refusal(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_all(spec: AttentionSpec, target: Target) -> Unsupported | None:
-    return None
-
-
 def _run_mosaic(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
                 scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
     from pallas_kernels.ragged_paged_attention import kernel_mosaic_prefill  # late: Pallas takes as long as jax to import
@@ -224,11 +206,12 @@ def _run_reference(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_ta
 
 
 IMPLS: tuple[Implementation[AttentionSpec], ...] = (
-    Implementation(name="wgmma", reason="prefill by warpgroup mma, sm_90", supports=_supports_wgmma, run=_run_wgmma),
-    Implementation(name="mosaic", reason="paged decode and prefill by mma, sm_80 and sm_90", supports=_supports_mosaic, run=_run_mosaic),
+    Implementation(name="wgmma", reason="prefill by warpgroup mma, sm_90", supports=supports_unless(wgmma_refusal), run=_run_wgmma),
+    Implementation(name="mosaic", reason="paged decode and prefill by mma, sm_80 and sm_90",
+                   supports=supports_unless(mosaic_refusal), run=_run_mosaic),
     # Behind mosaic, since jax-triton 0.3's calls are not captured in CUDA graphs; before the jnp form, which copies every page it reads.
     Implementation(name="jax_triton", reason="paged decode in Triton, any page size, where jax-triton is installed",
-                   supports=_supports_jax_triton, run=_run_jax_triton),
-    Implementation(name="xla", reason="blocked online softmax, any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
-    Implementation(name="reference", reason="the oracle: float32, whole tables", supports=_supports_all, run=_run_reference),
+                   supports=supports_unless(triton_refusal), run=_run_jax_triton),
+    Implementation(name="xla", reason="blocked online softmax, any shape, CPU and GPU", supports=supports_all, run=_run_xla),
+    Implementation(name="reference", reason="the oracle: float32, whole tables", supports=supports_all, run=_run_reference),
 )

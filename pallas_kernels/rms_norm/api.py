@@ -8,10 +8,11 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
+    supports_unless,
     traced_once,
 )
 from pallas_kernels.rms_norm import kernel_xla, reference
@@ -92,15 +93,6 @@ def norm_spec(x: ArrayLike, weight: ArrayLike, residual: ArrayLike | None, *, ep
                     has_residual=residual is not None)
 
 
-def _supports_mosaic(spec: NormSpec, target: Target) -> Unsupported | None:
-    reason = mosaic_refusal(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_all(spec: NormSpec, target: Target) -> Unsupported | None:
-    return None
-
-
 def _run_mosaic(x: jax.Array, weight: jax.Array, residual: jax.Array | None = None, *, eps: float, spec: NormSpec,
                 target: Target) -> jax.Array | tuple[jax.Array, jax.Array]:
     from pallas_kernels.rms_norm import kernel_mosaic  # imported late: Pallas takes as long as jax to import
@@ -120,7 +112,8 @@ def _run_reference(x: jax.Array, weight: jax.Array, residual: jax.Array | None =
 
 # XLA first: it also fuses the norm with what stands around it. The kernel runs where it is asked for by name.
 IMPLS: tuple[Implementation[NormSpec], ...] = (
-    Implementation(name="xla", reason="fused with its neighbours, any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
-    Implementation(name="mosaic", reason="one launch, one read of each row, sm_80 and sm_90", supports=_supports_mosaic, run=_run_mosaic),
-    Implementation(name="reference", reason="the oracle: float32", supports=_supports_all, run=_run_reference),
+    Implementation(name="xla", reason="fused with its neighbours, any shape, CPU and GPU", supports=supports_all, run=_run_xla),
+    Implementation(name="mosaic", reason="one launch, one read of each row, sm_80 and sm_90",
+                   supports=supports_unless(mosaic_refusal), run=_run_mosaic),
+    Implementation(name="reference", reason="the oracle: float32", supports=supports_all, run=_run_reference),
 )

@@ -8,10 +8,11 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
+    supports_unless,
     traced_once,
 )
 from pallas_kernels.rotary_kv_write import kernel_xla, reference
@@ -111,15 +112,6 @@ def rotary_write_spec(qkv: ArrayLike, query_cos: ArrayLike, query_sin: ArrayLike
         page_size=k_pages.shape[2], pages_per_seq=page_table.shape[1], dtype=dtype_name(qkv), kv_dtype=dtype_name(k_pages))
 
 
-def _supports_mosaic(spec: RotaryWriteSpec, target: Target) -> Unsupported | None:
-    reason = mosaic_refusal(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_all(spec: RotaryWriteSpec, target: Target) -> Unsupported | None:
-    return None
-
-
 def _run_mosaic(*arrays: jax.Array, spec: RotaryWriteSpec, target: Target) -> tuple[jax.Array, jax.Array, jax.Array]:
     from pallas_kernels.rotary_kv_write import kernel_mosaic  # imported late: Pallas takes as long as jax to import
 
@@ -135,9 +127,9 @@ def _run_reference(*arrays: jax.Array, spec: RotaryWriteSpec, target: Target) ->
 
 
 IMPLS: tuple[Implementation[RotaryWriteSpec], ...] = (
-    Implementation(name="mosaic", reason="rotation and both pools in one launch, sm_80 and sm_90", supports=_supports_mosaic,
+    Implementation(name="mosaic", reason="rotation and both pools in one launch, sm_80 and sm_90", supports=supports_unless(mosaic_refusal),
                    run=_run_mosaic),
-    Implementation(name="xla", reason="XLA fuses the rotation and scatters into each pool, any shape, CPU and GPU", supports=_supports_all,
+    Implementation(name="xla", reason="XLA fuses the rotation and scatters into each pool, any shape, CPU and GPU", supports=supports_all,
                    run=_run_xla),
-    Implementation(name="reference", reason="the oracle: one token after another", supports=_supports_all, run=_run_reference),
+    Implementation(name="reference", reason="the oracle: one token after another", supports=supports_all, run=_run_reference),
 )

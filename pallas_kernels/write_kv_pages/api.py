@@ -8,10 +8,11 @@ from pallas_kernels.dispatch import (
     ContractError,
     Implementation,
     Target,
-    Unsupported,
     choose,
     current_target,
     implementation_scope,
+    supports_all,
+    supports_unless,
     traced_once,
 )
 from pallas_kernels.write_kv_pages import kernel_xla, reference
@@ -99,15 +100,6 @@ def write_spec(k: ArrayLike, v: ArrayLike, k_pages: ArrayLike, v_pages: ArrayLik
                      page_size=k_pages.shape[2], pages_per_seq=page_table.shape[1], dtype=dtype_name(k), kv_dtype=dtype_name(k_pages))
 
 
-def _supports_mosaic(spec: WriteSpec, target: Target) -> Unsupported | None:
-    reason = mosaic_refusal(spec, target)
-    return None if reason is None else Unsupported(reason)
-
-
-def _supports_all(spec: WriteSpec, target: Target) -> Unsupported | None:
-    return None
-
-
 def _run_mosaic(*arrays: jax.Array, spec: WriteSpec, target: Target) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.write_kv_pages import kernel_mosaic  # imported late: Pallas takes as long as jax to import
 
@@ -123,7 +115,8 @@ def _run_reference(*arrays: jax.Array, spec: WriteSpec, target: Target) -> tuple
 
 
 IMPLS: tuple[Implementation[WriteSpec], ...] = (
-    Implementation(name="mosaic", reason="both pools in one launch, sm_80 and sm_90", supports=_supports_mosaic, run=_run_mosaic),
-    Implementation(name="xla", reason="one scatter a pool, any shape, CPU and GPU", supports=_supports_all, run=_run_xla),
-    Implementation(name="reference", reason="the oracle: one token after another", supports=_supports_all, run=_run_reference),
+    Implementation(name="mosaic", reason="both pools in one launch, sm_80 and sm_90",
+                   supports=supports_unless(mosaic_refusal), run=_run_mosaic),
+    Implementation(name="xla", reason="one scatter a pool, any shape, CPU and GPU", supports=supports_all, run=_run_xla),
+    Implementation(name="reference", reason="the oracle: one token after another", supports=supports_all, run=_run_reference),
 )
