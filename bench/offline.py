@@ -105,8 +105,7 @@ def profile_decode(llm: "LLM", batch: int, steps: int = 8) -> dict[str, Any]:
 
 def profile_mixed(llm: "LLM", num_requests: int, steps: int = 4) -> dict[str, Any]:
     """The hottest kernels of `steps` steps in the midst of the throughput run, while prompts and decodes share them."""
-    lengths = np.random.default_rng(0).integers(32, 2049, num_requests).tolist()
-    return profile_steps(llm, random_prompts(llm, lengths, seed=1), steps, skip=0, max_tokens=128)
+    return profile_steps(llm, throughput_prompts(llm, num_requests), steps, skip=0, max_tokens=128)
 
 
 def profile_steps(llm: "LLM", prompts: list[dict[str, list[int]]], steps: int, *, skip: int, max_tokens: int) -> dict[str, Any]:
@@ -151,20 +150,25 @@ def ttft_row(llm: "LLM", prompt_len: int) -> dict[str, Any]:
     return {"prompt": prompt_len, "ttft_ms": statistics.median(times[2:])}
 
 
+def throughput_prompts(llm: "LLM", num_requests: int) -> list[dict[str, list[int]]]:
+    """Prompts of 32 to 2048 tokens, every length as likely."""
+    return random_prompts(llm, np.random.default_rng(0).integers(32, 2049, num_requests).tolist(), seed=1)
+
+
 def throughput_row(llm: "LLM", num_requests: int) -> dict[str, Any]:
     """Requests a second with all of them queued at once."""
     import jaxinfer
 
     params = jaxinfer.SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
-    lengths = np.random.default_rng(0).integers(32, 2049, num_requests).tolist()
-    prompts = random_prompts(llm, lengths, seed=1)
+    prompts = throughput_prompts(llm, num_requests)
     times = []
     for _ in range(2):
         start = time.perf_counter()
         llm.generate(prompts, params)
         times.append(time.perf_counter() - start)
-    seconds = min(times)
-    return {"requests": num_requests, "requests_per_s": num_requests / seconds, "tokens_per_s": (sum(lengths) + 128 * num_requests) / seconds}
+    seconds, num_prompt_tokens = min(times), sum(len(p["prompt_token_ids"]) for p in prompts)
+    return {"requests": num_requests, "requests_per_s": num_requests / seconds,
+            "tokens_per_s": (num_prompt_tokens + 128 * num_requests) / seconds}
 
 
 def peer_rows() -> list[dict[str, Any]]:
