@@ -1,10 +1,13 @@
 """Static facts of an int4_matmul call, and the tile sizes: measured, or derived by a rule. Frozen values: computes on no array."""
 
 import dataclasses
+import functools
 import itertools
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.int4_matmul import layout
+
+PIECE_K = 64  # values of k of a piece: one swizzled row of 16-bit values in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,13 +82,19 @@ class WgmmaConfig:
     group_k: int
     """Values of k of a tile of 256 that share a scale."""
     strips: int
-    """Strips of 64 columns of a block: one a warpgroup."""
+    """Strips of 64 columns of a block."""
+    warpgroups: int
+    """Warpgroups of 128 threads of each strip, which share the block's part of k."""
     splits: int
     """Blocks that share k. Above 1 their float32 sums are added up by XLA."""
     stages: int
     """Tiles of weights in flight in a warpgroup."""
     token_stages: int
-    """Pieces of 64 values of k of the tokens in flight in a block; 4 or 8."""
+    """Places in the ring of tokens that the warpgroups of the same tiles share."""
+    place_k: int
+    """Values of k of a place: 64, or with scaled products 128 or 256."""
+    scales_product: bool
+    """Scales are applied to the products of groups, not to weights."""
 
 
 CPU_STRIP_BYTES = 64 * 2**20   # dequantised weights that exist at a time
@@ -97,7 +106,10 @@ MOSAIC_BLOCK_MS = (8, 16, 32, 64)
 MOSAIC_WARPGROUPS = {8: 5, 16: 4, 32: 2, 64: 2}  # by block_m: as many as a core's registers hold, at 96, 128, 255 and 255 a thread
 MOSAIC_MOST_GROUPS = 4  # of a tile that leave it so; the parameters of more would spill, so that fewer warpgroups and tokens fit
 MOSAIC_STAGES = 3
-WGMMA_BLOCK_MS = (16, 32, 64, 128, 256)
+WGMMA_BLOCK_MS = (32, 64, 128, 256)
+WGMMA_WARPGROUPS = {32: 5, 64: 3, 128: 2, 256: 2}  # by block_m, as above
+WGMMA_MOST_SCALED = 128   # tokens of a block up to which products are scaled, and not weights
+WGMMA_WHOLE_PLACES = 32   # tokens of a block up to which a place in the ring of tokens holds a whole tile
 
 # Where a kernel hands over to the next. Estimates from tensor-core and memory rates: dequantising costs 2.5 k n bytes of traffic, after which
 # cuBLAS computes at some 700 TFLOP/s (an A100: 250) where the kernels reach some 450 (125).
@@ -107,18 +119,26 @@ DEQUANTIZE_MIN_M = {(8, 0): 257, (9, 0): 513}
 # Where nothing is measured, kernel_mosaic's tiles are those of the least time by these figures, in cycles. A tile's instructions are counted
 # in the machine code for sm_90 at 8 tokens (296, a warp on each of a core's four schedulers); its latency is what a warpgroup alone takes,
 # from the depth of its chain of products; a block begins by waiting for memory, 1 us; splitting costs a launch that adds the parts up, 2 us,
-# and their way to memory and back, 2000 bytes a cycle.
-TILE_ISSUE, TILE_LATENCY, BLOCK_LATENCY, SPLIT_LATENCY, BYTES_A_CYCLE = 300, 1200, 1800, 3500, 2000
+# and their way to memory and back, 2000 bytes a cycle. Of kernel_wgmma, whose tokens weigh more than its weights, the second-level cache feeds
+# a core 24 bytes a cycle.
+TILE_ISSUE, TILE_LATENCY, BLOCK_LATENCY, SPLIT_LATENCY, BYTES_A_CYCLE, CORE_BYTES_A_CYCLE = 300, 1200, 1800, 3500, 2000, 24
 
-# Measured by bench.kernels.int4_sweep on an H200, (k, n, block_m) -> tiles; its last lines are lines of these tables. Groups of 128, 4 bits.
-# The figures of 2026-11-30 are wall-clock times of queued executions while other candidates compiled: good for the order, too long by some us.
+# Measured by bench.kernels.int4_sweep on an H200 on 2026-11-30, (k, n, block_m) -> tiles. Groups of 128, 4 bits. The device's us, the kernel
+# that adds up splits included; in brackets those of scaled weights and one warpgroup a strip.
 MOSAIC_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}  # warpgroups, splits, stages, strips
-WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {    # strips, splits, stages, token stages; 2026-11-30
-    (3584, 4608, 64): (2, 2, 4, 8),     # 20.2 us; (1, 1, 4, 8) 22.2, kernel_mosaic 22.3
-    (3584, 3584, 64): (2, 2, 4, 8),     # 19.8 us; (1, 2, 6, 8) 19.8, kernel_mosaic 22.0
-    (3584, 37888, 64): (3, 1, 4, 8),    # 73.9 us; (4, 2, 3, 8) 82.9, kernel_mosaic 99.5
-    (18944, 3584, 64): (1, 2, 4, 8),    # 58.4 us; (1, 2, 6, 8) 59.7, kernel_mosaic 60.1
-    (3584, 18944, 64): (3, 1, 4, 8),    # 38.5 us; (4, 1, 4, 8) 46.0, kernel_mosaic 61.2
+WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {  # strips, warpgroups, splits, stages, token stages, place_k
+    (3584, 4608, 32): (1, 4, 1, 2, 2, 256),     # 8.7
+    (3584, 3584, 32): (1, 4, 2, 2, 2, 256),     # 8.0
+    (3584, 37888, 32): (5, 1, 1, 3, 4, 256),    # 35.7 [67.1]
+    (18944, 3584, 32): (1, 4, 2, 2, 2, 256),    # 18.4 [39.1]
+    (3584, 4608, 64): (3, 1, 5, 2, 2, 256),     # 10.8 [20.2]
+    (3584, 3584, 64): (1, 2, 2, 2, 2, 256),     # 8.6 [19.8]
+    (3584, 37888, 64): (1, 1, 1, 4, 2, 256),    # 54.3 [64.2]
+    (18944, 3584, 64): (1, 2, 2, 4, 2, 256),    # 25.7 [58.4]
+    (3584, 4608, 128): (1, 2, 1, 2, 2, 128),    # 15.6 [16.8]
+    (3584, 3584, 128): (1, 1, 2, 4, 2, 256),    # 12.6
+    (3584, 37888, 128): (1, 2, 1, 2, 2, 128),   # 75.6 [94.6]
+    (18944, 3584, 128): (1, 2, 2, 2, 2, 128),   # 37.5 [44.7]
 }
 
 
@@ -187,16 +207,38 @@ def _is_measured(spec: MatmulSpec, target: Target) -> bool:
 
 
 def _cycles(spec: MatmulSpec, target: Target, config: MosaicConfig) -> int:
-    """What a call takes, roughly: waves of blocks, of each the busiest core's instructions or the longest chain, whichever is more."""
+    """What a call of kernel_mosaic takes, roughly."""
+    return _busiest_core(spec, target, config, need=mosaic_shared_bytes(spec, config), most=min(4, _most_warpgroups(spec, config.block_m)),
+                         tile=TILE_ISSUE)
+
+
+def _wgmma_cycles(spec: MatmulSpec, target: Target, config: WgmmaConfig) -> int:
+    """What a call of kernel_wgmma takes, roughly: a tile's instructions, or its products, or its bytes from the second-level cache."""
+    instructions = 450 + 3 * config.block_m if config.scales_product else 700
+    num_bytes = 2 * layout.TILE_N * layout.tile_words(spec.bits) + 2 * layout.TILE_K * config.block_m // config.strips
+    return _busiest_core(spec, target, config, need=wgmma_shared_bytes(spec, config), most=WGMMA_WARPGROUPS[config.block_m],
+                         tile=max(instructions, 8 * config.block_m, num_bytes // CORE_BYTES_A_CYCLE))
+
+
+def _busiest_core(spec: MatmulSpec, target: Target, config: MosaicConfig | WgmmaConfig, *, need: int, most: int, tile: int) -> int:
+    """Cycles: waves of blocks, of each the busiest core's instructions or the longest chain, whichever is more; then what splits cost.
+
+    Args:
+      spec: the call's facts.
+      target: the device.
+      config: the tiles.
+      need: shared memory of a block.
+      most: warpgroups that a core has registers for. A fifth finds some only in a block that ptxas knows to have five: small blocks of
+        kernel_mosaic are compiled to some 110 a thread.
+      tile: cycles of a core that a tile of weights takes.
+    """
     cores = NUM_CORES.get(target.compute_capability or (0, 0), 132)
     blocks = -(-spec.num_strips // config.strips) * config.splits * -(-spec.m // config.block_m)
     warpgroups = config.warpgroups * config.strips
-    # A fifth warpgroup finds registers only in a block that ptxas knows to have five: small blocks are compiled to some 110 a thread.
-    resident = max(1, min(min(4, _most_warpgroups(spec, config.block_m)) // warpgroups,
-                          target.shared_memory_bytes // mosaic_shared_bytes(spec, config)))
+    resident = max(1, min(most // warpgroups, target.shared_memory_bytes // need))
     steps = -(-spec.num_tiles // (config.warpgroups * config.splits))
     waves, busiest = -(-blocks // (cores * resident)), min(resident, -(-blocks // cores))
-    wave = BLOCK_LATENCY + steps * max(busiest * warpgroups * TILE_ISSUE, TILE_LATENCY)
+    wave = BLOCK_LATENCY + steps * max(busiest * warpgroups * tile, TILE_LATENCY)
     split = SPLIT_LATENCY + 8 * config.splits * spec.m * spec.n // BYTES_A_CYCLE if config.splits > 1 else 0
     return waves * wave + split
 
@@ -220,29 +262,36 @@ def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
 
 
 def wgmma_config(spec: MatmulSpec, target: Target) -> WgmmaConfig:
-    """Tile sizes of kernel_wgmma: those measured for the matrix, otherwise by `_wgmma_rule`."""
+    """Tile sizes of kernel_wgmma: those measured for the matrix, otherwise those that `_wgmma_cycles` finds quickest."""
     block_m = next((size for size in WGMMA_BLOCK_MS if spec.m <= size), WGMMA_BLOCK_MS[-1])
-    strips, splits, stages, token_stages = _wgmma_rule(spec, target, block_m)
-    if _is_measured(spec, target):
-        strips, splits, stages, token_stages = WGMMA_MEASURED.get((spec.k, spec.n, block_m), (strips, splits, stages, token_stages))
-    config = WgmmaConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, strips=strips, splits=splits, stages=stages,
-                         token_stages=token_stages)
-    while wgmma_shared_bytes(spec, config) > target.shared_memory_bytes and config.stages > 2:
-        fewer = {"strips": config.strips // 2} if config.stages == 3 and config.strips > 1 else {"stages": config.stages - 1}
-        config = dataclasses.replace(config, **fewer)
-    return config
+    measured = WGMMA_MEASURED.get((spec.k, spec.n, block_m)) if _is_measured(spec, target) else None
+    return _wgmma_tiles(spec, block_m, *measured) if measured is not None else _quickest_wgmma(spec, target, block_m)
 
 
-def _wgmma_rule(spec: MatmulSpec, target: Target, block_m: int) -> tuple[int, int, int, int]:
-    """(strips, splits, stages, token stages): as many strips a block as leave every core one."""
-    cores = NUM_CORES.get(target.compute_capability or (0, 0), 132)
-    tasks = spec.num_strips * -(-spec.m // block_m)
-    strips = max(1, min(2 if block_m > 64 else 4, -(-tasks // cores)))
-    splits = max(1, min(4, cores // -(-tasks // strips), spec.num_tiles // 4))
-    return strips, splits, 4, 8 if block_m <= 64 else 4
+def _wgmma_tiles(spec: MatmulSpec, block_m: int, strips: int, warpgroups: int, splits: int, stages: int, token_stages: int,
+                 place_k: int) -> WgmmaConfig:
+    return WgmmaConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, strips=strips, warpgroups=warpgroups, splits=splits,
+                       stages=stages, token_stages=token_stages, place_k=place_k, scales_product=_scales_product(spec, block_m))
+
+
+def _scales_product(spec: MatmulSpec, block_m: int) -> bool:
+    return block_m <= WGMMA_MOST_SCALED and spec.group_k % PIECE_K == 0
+
+
+@functools.lru_cache(maxsize=256)  # a model asks for each of its layers
+def _quickest_wgmma(spec: MatmulSpec, target: Target, block_m: int) -> WgmmaConfig:
+    place_k = PIECE_K if not _scales_product(spec, block_m) else layout.TILE_K if block_m <= WGMMA_WHOLE_PLACES else 128
+    configs = [_wgmma_tiles(spec, block_m, *tiles, place_k)
+               for tiles in itertools.product(range(1, 6), range(1, 6), range(1, 10), (4, 3, 2), (8, 4, 2))]
+    # Where strips share tokens, the first one's warpgroup fetches them a place late: two places would leave no time for it.
+    fitting = [c for c in configs if c.strips * c.warpgroups <= WGMMA_WARPGROUPS[block_m] and c.warpgroups * c.splits <= spec.num_tiles
+               and (c.strips == 1 or c.token_stages > 2) and wgmma_shared_bytes(spec, c) <= target.shared_memory_bytes]
+    return min(fitting or configs[:1], key=lambda config: _wgmma_cycles(spec, target, config))
 
 
 def wgmma_shared_bytes(spec: MatmulSpec, config: WgmmaConfig) -> int:
-    """Shared memory of one block: tiles and tokens in flight, and 1 KiB for barriers and alignment."""
+    """Shared memory of one block: tiles and tokens in flight, the warpgroups' sums, and 1 KiB for barriers and alignment."""
     tile = 2 * layout.TILE_N * layout.tile_words(spec.bits)
-    return config.strips * config.stages * tile + config.token_stages * config.block_m * 128 + 1024
+    place = 2 * config.block_m * config.place_k
+    sums = 4 * layout.TILE_N * max(config.strips * (config.warpgroups - 1) * config.block_m, 8)
+    return config.warpgroups * (config.strips * config.stages * tile + config.token_stages * place) + sums + 1024

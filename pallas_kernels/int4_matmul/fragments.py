@@ -29,27 +29,34 @@ NIBBLES = 0x000F000F    # the mask of a pair of 4-bit codes
 ROW_HALF = 4  # dimension of MMA_LHS's register array [row tiles, column tiles, 1, column halves, row halves, ...] of the rows 8 apart
 
 
-def nibble_mask(nonnegative: jax.Array, *, interpret: bool) -> jax.Array:
+def nibble_mask(*, interpret: bool) -> jax.Array:
     """NIBBLES as a scalar that ptxas takes for a variable of each lane, and so keeps in a register.
 
     Unpacking is (word & NIBBLES) | exponent, one LOP3, which has room for one of the two as an immediate, and for no uniform register beside
     it. Told the mask, ptxas 13 moves it into a register before every LOP3: 64 of the 390 instructions of a tile of kernel_mosaic, sm_90.
+    So the mask comes by way of a special register, whose top bit is never set, and of a shuffle.
     """
-    mask = lax.bitwise_xor(lax.shift_right_arithmetic(nonnegative, jnp.int32(31)), jnp.int32(NIBBLES))
     if interpret:
-        return mask
+        return jnp.int32(NIBBLES)
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
-    def through_lanes(ctx: Any, x: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def through_lanes(ctx: Any) -> Any:
         word = ir.IntegerType.get_signless(32)
-        value = llvm.inline_asm(word, [_only(x)], "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", has_side_effects=True)
+        text = "{ .reg .b32 t; mov.u32 t, %smid; shr.s32 t, t, 31; xor.b32 t, t, $1; shfl.sync.idx.b32 $0, t, 0, 31, -1; }"
+        value = llvm.inline_asm(word, [_word(NIBBLES)], text, "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray(_registers=np.asarray(value, dtype=object), _layout=scalar.to_mgpu(), _is_signed=True)
 
-    return through_lanes(mask)
+    return through_lanes()
 
 
-def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, layout: Any, interpret: bool) -> jax.Array:
+def can_sum_tokens(bits: int, dtype: Any) -> bool:
+    """Whether codes may go into a product as 128 + q, sums of x making up for it. float16's 1024 + q would cost 8 bits of 24."""
+    return (bits, jnp.dtype(dtype)) == (4, jnp.bfloat16)
+
+
+def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, layout: Any, out_layout: Any = None,
+                  interpret: bool) -> jax.Array:
     """One plane of 4-bit codes as the left operand of a product: q + MAGIC's whole number, exactly; nothing is taken off.
 
     Args:
@@ -58,6 +65,7 @@ def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, 
       mask: `nibble_mask`.
       dtype: bfloat16 or float16.
       layout: MMA_LHS of that width.
+      out_layout: WGMMA, whose registers are those of MMA_LHS; None: `layout`.
       interpret: forms for the interpreter.
     Returns:
       [64, J] dtype.
@@ -71,9 +79,10 @@ def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, 
         registers = np.empty(x.registers.shape, dtype=object)
         for index, register in np.ndenumerate(x.registers):
             registers[index] = utils.bitcast(_pick(utils.bitcast(register, word), 4 * plane, _only(mask), magic), pair)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        native = (out_layout or layout).to_mgpu()
+        return mgpu.FragmentedArray(_registers=registers.reshape(native.registers_shape(x.shape)), _layout=native, _is_signed=None)
 
-    out = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=layout)
+    out = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=out_layout or layout)
     return plgpu.inline_mgpu(arg_types=(layout, plgpu.Layout.WG_SPLAT(())), return_type=out)(convert)(words, mask)
 
 
@@ -221,7 +230,7 @@ def join(parts: list[jax.Array], *, layout: Any, interpret: bool) -> jax.Array:
 
 
 def row_parameters(ref: Any, group: jax.Array, first: jax.Array, num_rows: int, layout: Any, *, interpret: bool) -> jax.Array:
-    """[num_rows] float32 values ref[group, first ...] of a GMEM ref [g, n]; past its end the last one repeats."""
+    """[num_rows] float32 values ref[group, first ...] of a GMEM ref [g, n], `first` < n a multiple of num_rows; past n the last one repeats."""
     if interpret:
         return ref[group, pl.ds(first, num_rows)].astype(jnp.float32)
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -230,14 +239,16 @@ def row_parameters(ref: Any, group: jax.Array, first: jax.Array, num_rows: int, 
                        return_type=plgpu.ShapeDtypeStruct((num_rows,), jnp.float32, layout=layout))
     def load(ctx: Any, source: Any, group: Any, first: Any) -> Any:
         group, first = _only(group), _only(first)
-        native, long, word = layout.to_mgpu(), ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(32)
+        native, word = layout.to_mgpu(), ir.IntegerType.get_signless(32)
         kind = ir.MemRefType(source.type)
         last = _word(kind.shape[1] - 1)
-        row = arith.muli(arith.extui(long, group), utils.c(kind.shape[1], long))
+        row = arith.muli(group, _word(kind.shape[1]))
         registers = np.empty(native.registers_shape((num_rows,)), dtype=object)
         for index, (position,) in zip(np.ndindex(registers.shape), native.thread_idxs((num_rows,)), strict=True):
-            column = arith.minui(arith.addi(arith.index_cast(word, position), first), last)
-            pointer = utils.getelementptr(utils.memref_ptr(source), [arith.addi(row, arith.extui(long, column))], kind.element_type)
+            column = arith.addi(arith.index_cast(word, position), first)
+            if kind.shape[1] % num_rows:
+                column = arith.minui(column, last)
+            pointer = utils.getelementptr(utils.memref_ptr(source), [arith.addi(row, column)], kind.element_type)
             value = llvm.load(kind.element_type, pointer)
             if kind.element_type != ir.F32Type.get():
                 value = arith.extf(ir.F32Type.get(), value)

@@ -47,11 +47,6 @@ def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: MosaicConfig, i
     return launch(_kernel, *arrays, bits=bits, out_dtype=out_dtype, config=config, interpret=interpret)
 
 
-def sums_tokens(block_m: int, bits: int, dtype: Any) -> bool:
-    """Whether codes go into the product as 128 + q, sums of x making up for it. float16's 1024 + q would cost 8 bits of 24."""
-    return (block_m, bits, jnp.dtype(dtype)) == (8, 4, jnp.bfloat16)
-
-
 def pieces(group_k: int, num_k: int) -> Iterator[tuple[int, int, int]]:
     """(first k of the chunk, k, values) of what is multiplied at a time: a chunk of a tile, or a group where that is less."""
     size = min(group_k, CHUNK)
@@ -66,7 +61,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     num_tiles, num_words, num_planes = packed.shape[1], packed.shape[3], layout.planes(bits)
     group_k = config.group_k
     num_shares, num_strips, num_threads = config.splits * config.warpgroups, packed.shape[0], config.warpgroups * config.strips
-    by_sums = sums_tokens(block_m, bits, dtype)
+    by_sums = block_m == 8 and fragments.can_sum_tokens(bits, dtype)
     acc_layout, lhs_layout, rhs_layout = plgpu.Layout.MMA_ACC(dtype), plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
     row_layout = acc_layout.reduce(1)
     parameters = functools.partial(fragments.row_parameters, num_rows=TILE_N, layout=row_layout, interpret=interpret)
@@ -80,13 +75,13 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         strip, share = block * config.strips + mine, split * config.warpgroups + member
         start = lax.div(share * num_tiles, jnp.int32(num_shares))
         count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
-        column, mask = strip * TILE_N, fragments.nibble_mask(count, interpret=interpret)
+        read = jnp.minimum(strip, num_strips - 1)  # past the last strip the last one serves; what comes of it is not stored
+        column, mask = read * TILE_N, fragments.nibble_mask(interpret=interpret)
         ones = plgpu.layout_cast(jnp.ones((TILE_N, min(group_k, CHUNK)), dtype), lhs_layout)
 
         def fetch(j: jax.Array) -> None:
             slot = lax.rem(j, jnp.int32(stages))
-            # Past the last strip the last one serves; what comes of it is not stored.
-            copies = ((packed_ref.at[jnp.minimum(strip, num_strips - 1), start + j], w_smem.at[group, slot]),
+            copies = ((packed_ref.at[read, start + j], w_smem.at[group, slot]),
                       (x_ref.at[pl.ds(token * block_m, block_m), pl.ds((start + j) * TILE_K, TILE_K)], x_smem.at[group, slot]))
             for source, target in copies:
                 if copies_async:
@@ -155,7 +150,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             if bias_ref is not None:
                 acc = acc + across(parameters(bias_ref, jnp.int32(0), column), block_m)
             target = out_ref if config.splits == 1 else out_ref.at[split]
-            fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, column, acc_layout, interpret=interpret)
+            fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, strip * TILE_N, acc_layout, interpret=interpret)
 
         if config.warpgroups == 1:
             finish(acc)

@@ -1,17 +1,23 @@
-"""int4_matmul on Hopper's warpgroup tensor cores (sm_90), for more tokens than a few. It validates nothing: api.py has.
+"""int4_matmul on Hopper's warpgroup tensor cores (sm_90). It validates nothing: api.py has.
 
-The product is transposed as in kernel_mosaic. A block owns (a few strips of 64 columns, split of k, tile of up to 256 tokens): each of its
-warpgroups has a strip, and they share the tokens, which are read from shared memory by the tensor cores as they stand. Weights become
-(q - z) * scale in registers, rounded once to x's dtype, and go from there into the product: with so many tokens a second accumulator for the
-sums of a group would not fit beside the first.
+The product is transposed as in kernel_mosaic. A block owns (a few strips of 64 columns, split of k, tile of up to 256 tokens). Of each strip
+its warpgroups share the tiles of k among them; warpgroups of the same tiles, one a strip, share the tokens, which the tensor cores read from
+shared memory as they stand. Weights go from registers into the product.
 
-    tokens     ring of pieces of 64 values of k, fetched by warpgroup 0 once all have let go of a place
-    weights    a ring of tiles of 256 values of k for each warpgroup, fetched by itself
+    tokens     a ring of places for the warpgroups of the same tiles of k, filled by the first strip's once all have let go of a place
+    weights    a ring of tiles of 256 values of k for each warpgroup, filled by itself
 
-    warpgroup  ... | wgmma of piece i running: unpack piece i + 1 | wait | wgmma of piece i + 1 running: ...
+How scales come in, config.scales_product says:
+
+    True    q - z goes into the product, exactly, and the product of a group is scaled: another accumulator beside the sum.
+    False   (q - z) * scale goes into the product, rounded once to x's dtype: for so many tokens that a second accumulator finds no registers,
+            and for groups of less than a piece of 64 values of k.
+
+        warpgroup  ... | wgmma of piece i running: unpack piece i + 1 | wait | wgmma of piece i + 1 running: ...
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,12 +28,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import fragments, layout
-from pallas_kernels.int4_matmul.config import WgmmaConfig
+from pallas_kernels.int4_matmul.config import PIECE_K, WgmmaConfig
 from pallas_kernels.int4_matmul.launch import launch
 
-PIECE = 64          # values of k of a piece: one swizzled row of 16-bit values
+PIECE = PIECE_K     # one swizzled row of 16-bit values
 TILE_N, TILE_K = layout.TILE_N, layout.TILE_K
 PIECES = TILE_K // PIECE
+# Registers hold neither two pieces at a time nor the words of a tile: in blocks of so many warpgroups, 96 a thread, and beside two accumulators
+# of so many tokens, 128 of 255.
+TIGHT_THREADS, TIGHT_BLOCK_M = 5, 128
+
+type Words = Callable[[int], tuple[jax.Array, int]]
 
 
 def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: WgmmaConfig, interpret: bool) -> jax.Array:
@@ -40,6 +51,10 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     """The kernel: (x, packed, scales, zeros?, bias [1, n]?) -> `out`."""
     dtype, block_m, stages, token_stages, num_groups = x.dtype, config.block_m, config.stages, config.token_stages, scales.shape[0]
     num_strips, num_tiles, num_words, group_k = packed.shape[0], packed.shape[1], packed.shape[3], config.group_k
+    groups_a_tile = TILE_K // group_k
+    num_shares, num_threads = config.splits * config.warpgroups, config.strips * config.warpgroups
+    place_k, places_a_tile = config.place_k, TILE_K // config.place_k
+    is_tight = num_threads >= TIGHT_THREADS or (config.scales_product and block_m >= TIGHT_BLOCK_M)
     lhs_layout, acc_layout = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.WGMMA
     row_layout = acc_layout.reduce(1)
     parameters = functools.partial(fragments.row_parameters, num_rows=TILE_N, layout=row_layout, interpret=interpret)
@@ -47,103 +62,196 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     def body(x_ref, packed_ref, scales_ref, *refs):  # type: ignore[no-untyped-def]
         zeros_ref = refs[0] if has_zeros else None
         bias_ref = refs[has_zeros] if has_bias else None
-        out_ref, w_smem, x_smem, w_full, x_full, x_free = refs[has_zeros + has_bias:]
+        out_ref, w_smem, x_smem, sums_smem, w_full, x_full, x_free, done = refs[has_zeros + has_bias:]
         block, split, token, group = (lax.axis_index(name) for name in ("block", "split", "token", "warpgroup"))
-        strip = block * config.strips + group
-        start = lax.div(split * num_tiles, jnp.int32(config.splits))
-        count = lax.div((split + 1) * num_tiles, jnp.int32(config.splits)) - start
-        column, num_pieces, mask = strip * TILE_N, count * PIECES, fragments.nibble_mask(count, interpret=interpret)
+        member, mine = lax.div(group, jnp.int32(config.strips)), lax.rem(group, jnp.int32(config.strips))  # place in its strip, strip
+        strip, share = block * config.strips + mine, split * config.warpgroups + member
+        start = lax.div(share * num_tiles, jnp.int32(num_shares))
+        count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
+        read = jnp.minimum(strip, num_strips - 1)  # past the last strip the last one serves; what comes of it is not stored
+        column, num_places, mask = read * TILE_N, count * places_a_tile, fragments.nibble_mask(interpret=interpret)
 
         def fetch_weights(j: jax.Array) -> None:
             slot = lax.rem(j, jnp.int32(stages))
-            # Past the last strip the last one serves; what comes of it is not stored.
-            plgpu.copy_gmem_to_smem(packed_ref.at[jnp.minimum(strip, num_strips - 1), start + j], w_smem.at[group, slot],
+            plgpu.copy_gmem_to_smem(packed_ref.at[read, start + j], w_smem.at[group, slot],
                                     w_full.at[group * stages + slot])
 
+        def place_of(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Where the i-th piece or tile of the tokens stands in the ring, and the number of its barriers."""
+            place = lax.rem(i, jnp.int32(token_stages))
+            return place, member * token_stages + place
+
         def fetch_tokens(i: jax.Array) -> None:
-            slot = lax.rem(i, jnp.int32(token_stages))
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token * block_m, block_m), pl.ds(start * TILE_K + i * PIECE, PIECE)], x_smem.at[slot],
-                                    x_full.at[slot])
+            place, barrier = place_of(i)
+            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token * block_m, block_m), pl.ds(start * TILE_K + i * place_k, place_k)],
+                                    x_smem.at[member, place], x_full.at[barrier])
+
+        def let_go(i: jax.Array) -> None:
+            """Gives a place back. The first strip's warpgroup fills the one before it, of which the others have mostly let go by now."""
+            if config.strips > 1:
+                plgpu.barrier_arrive(x_free.at[place_of(i)[1]])
+            last = i - 1 if config.strips > 1 else i
+
+            @pl.when((mine == 0) & (last >= 0) & (last + token_stages < num_places))
+            def _() -> None:
+                if config.strips > 1:
+                    plgpu.barrier_wait(x_free.at[place_of(last)[1]])
+                fetch_tokens(last + token_stages)
+
+        def group_of(j: jax.Array, number: int) -> tuple[jax.Array, ...]:
+            """Scale, and zero point, of a group of tile j of this share, or of the last tile's where j is past it."""
+            first = (start + jnp.minimum(j, count - 1)) * TILE_K + number * group_k
+            group = jnp.minimum(lax.div(first, jnp.int32(config.group_size)), num_groups - 1)
+            return tuple(parameters(ref, group, column) for ref in ((scales_ref, zeros_ref) if has_zeros else (scales_ref,)))
 
         def groups_of(j: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
-            """Scales, and zero points, of the groups in tile j of this split."""
-            first = (start + j) * TILE_K
-            numbers = [jnp.minimum(lax.div(first + i * group_k, jnp.int32(config.group_size)), num_groups - 1)
-                       for i in range(TILE_K // group_k)]
-            return tuple(tuple(parameters(ref, number, column) for ref in ((scales_ref, zeros_ref) if has_zeros else (scales_ref,)))
-                         for number in numbers)
+            return tuple(group_of(j, number) for number in range(groups_a_tile))
 
-        def weights_of(words: list[jax.Array], piece: int, rows: tuple[tuple[jax.Array, ...], ...]) -> jax.Array:
+        def codes_of(words: Words, piece: int, zero: list[jax.Array]) -> jax.Array:
+            """A piece of q - z, [64, 64]."""
+            picked, plane = words(piece)
+            return fragments.operand(picked, plane, zero[0] if zero else None, mask=mask, bits=bits, dtype=dtype, layout=lhs_layout,
+                                     row_layout=row_layout, out_layout=acc_layout, interpret=interpret)
+
+        def weights_of(words: Words, piece: int, rows: tuple[tuple[jax.Array, ...], ...]) -> jax.Array:
             """A piece of the weights, [64, 64], made of two halves where a group is half of it."""
-            plane, c = divmod(piece * PIECE, num_words)
+            picked, plane = words(piece)
             size = min(group_k, PIECE)
             out = []
             for at in range(0, PIECE, size):
                 scale, *zero = rows[(piece * PIECE + at) // group_k]
-                part = fragments.part(words[c // PIECE], at, size, axis=1, layout=lhs_layout, interpret=interpret)
+                part = fragments.part(picked, at, size, axis=1, layout=lhs_layout, interpret=interpret)
                 out.append(fragments.operand(part, plane, zero[0] if zero else None, scale, mask=mask, bits=bits, dtype=dtype,
                                              layout=lhs_layout, row_layout=row_layout, is_scale_exact=scales.dtype == dtype,
                                              out_layout=acc_layout, interpret=interpret))
             return fragments.join(out, layout=acc_layout, interpret=interpret)
 
-        def step(j: jax.Array, carry: tuple[Any, Any], acc_ref: Any) -> tuple[Any, Any]:
-            rows, acc = carry
+        def group_product(j: jax.Array, words: Words, number: int, zero: list[jax.Array]) -> jax.Array:
+            """The product of the codes of a group of tile j and the tokens, [64, block_m] float32. Lets go of the places that end with it."""
+            first, end = number * group_k, (number + 1) * group_k
+            for i in range(first // place_k, -(-end // place_k)):
+                if i * place_k >= first:
+                    plgpu.barrier_wait(x_full.at[place_of(j * places_a_tile + i)[1]])
+
+            def tokens_of(piece: int) -> Any:
+                i, k = divmod(piece * PIECE, place_k)
+                return x_smem.at[member, place_of(j * places_a_tile + i)[0], :, pl.ds(k, PIECE)].T
+
+            def run(product: Any) -> jax.Array:
+                for piece in range(first // PIECE, end // PIECE):
+                    plgpu.wgmma(product, codes_of(words, piece, zero), tokens_of(piece))
+                    if is_tight:
+                        plgpu.wgmma_wait(0)
+                return product[...]
+
+            if interpret:  # which knows no left operand in registers
+                found = jnp.zeros((TILE_N, block_m), jnp.float32)
+                for piece in range(first // PIECE, end // PIECE):
+                    found += lax.dot(codes_of(words, piece, zero), tokens_of(piece)[...], preferred_element_type=jnp.float32)
+            else:
+                found = pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
+            for i in range(first // place_k, end // place_k):
+                let_go(j * places_a_tile + i)
+            return found
+
+        def begin(j: jax.Array) -> Words:
+            """Asks for the tile that takes the place of the last one, and waits for the words of tile j."""
             pl.when(j + (stages - 1) < count)(lambda: fetch_weights(j + (stages - 1)))
             slot = lax.rem(j, jnp.int32(stages))
             plgpu.barrier_wait(w_full.at[group * stages + slot])
-            following = groups_of(jnp.minimum(j + 1, count - 1))  # asked for a tile ahead: they come from global memory
-            words = [plgpu.load(w_smem.at[group, slot, :, pl.ds(c, PIECE)], layout=lhs_layout) for c in range(0, num_words, PIECE)]
+
+            def load(c: int) -> jax.Array:
+                return plgpu.load(w_smem.at[group, slot, :, pl.ds(c, PIECE)], layout=lhs_layout)
+
+            kept = {} if is_tight else {c: load(c) for c in range(0, num_words, PIECE)}
+
+            def words(piece: int) -> tuple[jax.Array, int]:
+                """The words that hold a piece, [64, 64], and its plane in them."""
+                plane, c = divmod(piece * PIECE, num_words)
+                return kept[c // PIECE * PIECE] if kept else load(c // PIECE * PIECE), plane
+
+            return words
+
+        def step_scaling_products(j: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            (scale, *zero), acc = carry
+            words = begin(j)
+            for number in range(groups_a_tile):  # parameters are asked for a group ahead: they come from global memory
+                following = group_of(j, number + 1) if number + 1 < groups_a_tile else group_of(j + 1, 0)
+                acc = acc + group_product(j, words, number, zero) * mosaic.across(scale, block_m)
+                scale, *zero = following
+            return (scale, *zero), acc
+
+        def step_scaling_weights(j: jax.Array, carry: tuple[Any, Any], acc_ref: Any) -> tuple[Any, Any]:
+            rows, acc = carry
+            words, following = begin(j), groups_of(j + 1)
             weights = weights_of(words, 0, rows)
             for piece in range(PIECES):
                 i = j * PIECES + piece
-                place = lax.rem(i, jnp.int32(token_stages))
-                plgpu.barrier_wait(x_full.at[place])
-                if interpret:  # which knows no left operand in registers
-                    acc = acc + lax.dot(weights, x_smem[place].T, preferred_element_type=jnp.float32)
+                place, barrier = place_of(i)
+                plgpu.barrier_wait(x_full.at[barrier])
+                if interpret:
+                    acc = acc + lax.dot(weights, x_smem[member, place].T, preferred_element_type=jnp.float32)
                 else:
-                    plgpu.wgmma(acc_ref, weights, x_smem.at[place].T)
+                    plgpu.wgmma(acc_ref, weights, x_smem.at[member, place].T)
                 if piece + 1 < PIECES:
                     weights = weights_of(words, piece + 1, rows)
                 if not interpret:
                     plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(x_free.at[place])
-
-                @pl.when((group == 0) & (i + token_stages < num_pieces))
-                def _(i: jax.Array = i, place: jax.Array = place) -> None:
-                    plgpu.barrier_wait(x_free.at[place])
-                    fetch_tokens(i + token_stages)
-
+                let_go(i)
             return following, acc
 
-        def run(acc_ref: Any) -> jax.Array:
-            for j in range(stages - 1):
-                pl.when(j < count)(functools.partial(fetch_weights, jnp.int32(j)))
-            for i in range(token_stages):
-                pl.when((group == 0) & (i < num_pieces))(functools.partial(fetch_tokens, jnp.int32(i)))
-            zero = mosaic.constant((TILE_N, block_m), 0, acc_layout) if interpret else jnp.int32(0)
-            _, acc = lax.fori_loop(0, count, functools.partial(step, acc_ref=acc_ref), (groups_of(jnp.int32(0)), zero))
-            return acc if interpret else acc_ref[...]
+        def run(acc_ref: Any = None) -> jax.Array:
+            in_registers = config.scales_product or interpret
+            step = step_scaling_products if config.scales_product else functools.partial(step_scaling_weights, acc_ref=acc_ref)
+            rows = group_of(jnp.int32(0), 0) if config.scales_product else groups_of(jnp.int32(0))
+            zero = mosaic.constant((TILE_N, block_m), 0, acc_layout) if in_registers else jnp.int32(0)
+            _, acc = lax.fori_loop(0, count, step, (rows, zero))
+            return acc if in_registers else acc_ref[...]
 
-        acc = run(None) if interpret else pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
-        if bias_ref is not None:
-            acc = acc + mosaic.across(parameters(bias_ref, jnp.int32(0), column), block_m)
-        target = out_ref if config.splits == 1 else out_ref.at[split]
-        fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, column, acc_layout, interpret=interpret)
+        def finish(acc: jax.Array) -> None:
+            for other in range(config.warpgroups - 1):
+                acc = acc + plgpu.load(sums_smem.at[mine, other], layout=acc_layout, optimized=False)
+            if bias_ref is not None:
+                acc = acc + mosaic.across(parameters(bias_ref, jnp.int32(0), column), block_m)
+            target = out_ref if config.splits == 1 else out_ref.at[split]
+            fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, strip * TILE_N, acc_layout, interpret=interpret)
 
-        # Who waits on a barrier must see it through, the interpreter says: the last places are let go of as well.
-        @pl.when(group == 0)
-        def _() -> None:
-            def drain(i: jax.Array, _: None) -> None:
-                plgpu.barrier_wait(x_free.at[lax.rem(i, jnp.int32(token_stages))])
+        for j in range(stages - 1):
+            pl.when(j < count)(functools.partial(fetch_weights, jnp.int32(j)))
+        for i in range(token_stages):
+            pl.when((mine == 0) & (i < num_places))(functools.partial(fetch_tokens, jnp.int32(i)))
+        acc = run() if config.scales_product or interpret else pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
+        if config.warpgroups == 1:
+            finish(acc)
+        else:
+            def hand_over() -> None:
+                sums_smem[mine, member - 1] = acc
 
-            lax.fori_loop(jnp.maximum(num_pieces - token_stages, 0), num_pieces, drain, None)
+            pl.when(member > 0)(hand_over)
+            plgpu.barrier_arrive(done.at[mine])
+
+            @pl.when(member == 0)
+            def _() -> None:
+                plgpu.barrier_wait(done.at[mine])
+                finish(acc)
+
+        if interpret and config.strips > 1:  # who waits on a barrier must see it through, it says: the last places are let go of as well
+            @pl.when(mine == 0)
+            def _() -> None:
+                def drain(i: jax.Array, _: None) -> None:
+                    plgpu.barrier_wait(x_free.at[place_of(i)[1]])
+
+                lax.fori_loop(jnp.maximum(num_places - token_stages, 0), num_places, drain, None)
 
     transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    scratch: list[Any] = [plgpu.SMEM((config.strips, stages, TILE_N, num_words), packed.dtype, transforms=transforms),
-               plgpu.SMEM((token_stages, block_m, PIECE), dtype, transforms=transforms),
-               plgpu.Barrier(num_barriers=config.strips * stages), plgpu.Barrier(num_barriers=token_stages),
-               plgpu.Barrier(num_arrivals=config.strips, num_barriers=token_stages)]
+    rings = config.warpgroups * token_stages
+    scratch: list[Any] = [plgpu.SMEM((num_threads, stages, TILE_N, num_words), packed.dtype, transforms=transforms),
+               plgpu.SMEM((config.warpgroups, token_stages, block_m, place_k), dtype, transforms=transforms),
+               plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, TILE_N, 8), jnp.float32),
+               plgpu.Barrier(num_barriers=num_threads * stages), plgpu.Barrier(num_barriers=rings),
+               plgpu.Barrier(num_arrivals=config.strips, num_barriers=rings),
+               plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]
     return plgpu.kernel(
         body, out_type=out, grid=(-(-num_strips // config.strips), config.splits, -(-out.shape[-2] // block_m)),
-        grid_names=("block", "split", "token"), num_threads=config.strips, thread_name="warpgroup", kernel_name="int4_matmul_wgmma",
+        grid_names=("block", "split", "token"), num_threads=num_threads, thread_name="warpgroup", kernel_name="int4_matmul_wgmma",
         scratch_types=scratch, interpret=mosaic.interpret_params(interpret))

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.flash_attention.api import IMPLS, flash_attention_spec
 from pallas_kernels.flash_attention.config import mosaic_shared_bytes, xla_config
 from tests.pallas_kernels.dense import Case, Inputs, check_error_budget, dense_attention, make_inputs
-from tests.pallas_kernels.paged import A100, CPU, H200, TARGETS
+from tests.pallas_kernels.paged import A100, CPU, H200, REFUSED_HERE, TARGETS
 
 CASES = {
     "causal": Case(num_tokens=150, num_keys=150, num_rows=2, num_heads=4, num_kv_heads=2),
@@ -74,7 +74,7 @@ def test_within_error_budget_and_repeatable(case: Case, impl: Implementation[Fla
 
 
 def test_every_implementation_is_exercised() -> None:
-    assert {param.values[1].name for param in variants(CASES)} == {impl.name for impl in IMPLS}
+    assert {param.values[1].name for param in variants(CASES)} == {impl.name for impl in IMPLS} - REFUSED_HERE
 
 
 @pytest.mark.parametrize("name", ("mosaic", "xla"))
