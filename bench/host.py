@@ -1,6 +1,6 @@
 """Host time of a decode step by phase, at 64 and 128 running sequences of a tiny model, and what a profiler says of it.
 
-  python -m bench.host [--running=64,128] [--num_scheduler_steps=1] [--name=host] [--output_dir=DIR]
+  python -m bench.host [--running=64,128] [--num_scheduler_steps=8] [--name=host] [--output_dir=DIR]
 The device's work is not part of it, but for what its client does within a call: the tiny model takes next to none. Every figure is
 the median of --steps steps in which all sequences decode, each token turned into text. JSON goes to --output_dir.
 """
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _FLAGS = flags.FlagValues()  # its own: other commands have flags of these names
 _RUNNING = flags.DEFINE_list("running", ["64", "128"], "Sequences that decode together, one engine each.", flag_values=_FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 150, "Steps of which the median is taken, after some that warm up.", lower_bound=10, flag_values=_FLAGS)
-_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting; figures are still those of one step.", lower_bound=1, upper_bound=32,
-                              flag_values=_FLAGS)
+_BURST = flags.DEFINE_integer("num_scheduler_steps", None, "Engine setting; figures are still those of one step.", lower_bound=1,
+                              upper_bound=32, flag_values=_FLAGS)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of every sequence.", lower_bound=0.0, flag_values=_FLAGS)
 _NAME = flags.DEFINE_string("name", "host", "Name of the JSON file.", flag_values=_FLAGS)
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder of the JSON file; default: bench/results in a checkout, else the current one.",
@@ -50,7 +50,7 @@ def byte_tokenizer() -> Any:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast), name="bytes")
 
 
-def make_llm(num_running: int, num_scheduler_steps: int) -> "LLM":
+def make_llm(num_running: int) -> "LLM":
     """A tiny model with room for the sequences, and one bucket for their decode steps."""
     import jaxinfer
     from jaxinfer.engine.load import random_model
@@ -59,7 +59,7 @@ def make_llm(num_running: int, num_scheduler_steps: int) -> "LLM":
     return jaxinfer.LLM.from_model(
         random_model(SHAPES["tiny"], dtype="float32", seed=0), tokenizer=byte_tokenizer(), max_num_seqs=num_running,
         max_num_batched_tokens=512, token_buckets=(512,), batch_buckets=(num_running,), page_size=16, max_model_len=MAX_MODEL_LEN,
-        num_scheduler_steps=num_scheduler_steps)
+        num_scheduler_steps=_BURST.value)
 
 
 class Phases:
@@ -72,7 +72,8 @@ class Phases:
         self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._patches = [mock.patch.object(owner, name, self._timed(phase, getattr(owner, name))) for phase, owner, name in (
             ("schedule", engine.scheduler, "next"), ("pack", module, "pack"), ("pack", module, "pack_again"), ("pack", module, "pick_layout"),
-            ("dispatch", engine.steps, "run"), ("texts", engine.outputs, "push"), ("apply", engine.scheduler, "apply"))]
+            ("dispatch", engine.steps, "run"), ("dispatch", engine.steps, "run_burst"), ("texts", engine.outputs, "push"),
+            ("apply", engine.scheduler, "apply"))]
         self._patches.append(mock.patch.object(engine.scheduler, "again", self._timed_items("schedule", engine.scheduler.again)))
 
     def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +133,7 @@ def host_row(llm: "LLM", num_running: int) -> dict[str, Any]:
     """Median milliseconds of one step, by phase; `total` is the engine's own count, which waits for no token."""
     metrics, steps = llm.engine.metrics, []
     groups = running(llm, num_running)
-    for _ in range(_STEPS.value // _BURST.value):
+    for _ in range(_STEPS.value // llm.engine.resolved.num_scheduler_steps):
         start, before = metrics.host_seconds, metrics.num_steps
         llm.engine.step()
         steps.append({"total": 1e3 * (metrics.host_seconds - start) / (metrics.num_steps - before)})
@@ -150,22 +151,24 @@ def host_row(llm: "LLM", num_running: int) -> dict[str, Any]:
 def hottest(llm: "LLM", num_running: int) -> list[dict[str, Any]]:
     """The functions that took most of the host's time over the steps, themselves alone."""
     groups = running(llm, num_running)
-    profile, num_steps = cProfile.Profile(), _STEPS.value // _BURST.value
+    profile, burst = cProfile.Profile(), llm.engine.resolved.num_scheduler_steps
+    num_steps = _STEPS.value // burst
     profile.enable()
     for _ in range(num_steps):
         llm.engine.step()
     profile.disable()
     withdraw(llm, groups)
     stats = sorted(pstats.Stats(profile).stats.items(), key=lambda item: -item[1][2])[:NUM_TOP]  # type: ignore[attr-defined]
-    return [{"function": f"{file.rsplit('/', 1)[-1]}:{line}:{name}", "calls_per_step": calls / num_steps / _BURST.value,
-             "self_us_per_step": 1e6 * own / num_steps / _BURST.value} for (file, line, name), (_, calls, own, _, _) in stats]
+    return [{"function": f"{file.rsplit('/', 1)[-1]}:{line}:{name}", "calls_per_step": calls / num_steps / burst,
+             "self_us_per_step": 1e6 * own / num_steps / burst} for (file, line, name), (_, calls, own, _, _) in stats]
 
 
 def main(argv: list[str]) -> None:
     folder = None if _OUTPUT_DIR.value is None else cli.expanded("output_dir", _OUTPUT_DIR.value)
-    figures: dict[str, Any] = {"num_scheduler_steps": _BURST.value, "temperature": _TEMPERATURE.value, "rows": [], "profiles": {}}
+    figures: dict[str, Any] = {"temperature": _TEMPERATURE.value, "rows": [], "profiles": {}}
     for num_running in map(int, _RUNNING.value):
-        llm = make_llm(num_running, _BURST.value)
+        llm = make_llm(num_running)
+        figures["num_scheduler_steps"] = llm.engine.resolved.num_scheduler_steps
         figures["rows"].append(host_row(llm, num_running))
         figures["profiles"][num_running] = hottest(llm, num_running)
         print(report.table(figures["rows"][-1:]), flush=True)

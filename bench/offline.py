@@ -40,7 +40,7 @@ _MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Engine setting; de
 _PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting.", flag_values=_FLAGS)
 _MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1, flag_values=_FLAGS)
 _TOKEN_BUCKETS = flags.DEFINE_list("token_buckets", None, "Engine setting.", flag_values=_FLAGS)
-_BURST = flags.DEFINE_integer("num_scheduler_steps", 1, "Engine setting.", lower_bound=1, upper_bound=32, flag_values=_FLAGS)
+_BURST = flags.DEFINE_integer("num_scheduler_steps", None, "Engine setting.", lower_bound=1, upper_bound=32, flag_values=_FLAGS)
 _ATTENTION = flags.DEFINE_string("attention_implementation", "auto", "Engine setting.", flag_values=_FLAGS)
 _HF_PYTHON = flags.DEFINE_string("hf_python", None, "Interpreter with torch and transformers: runs the peer beside, on the same prompts' size.",
                                  flag_values=_FLAGS)
@@ -100,7 +100,7 @@ def profile_decode(llm: "LLM", batch: int, steps: int = 8) -> dict[str, Any]:
     """The hottest kernels of `steps` decode steps, or as many bursts, at a context of the prompt's length."""
     num_prefill_steps = -(-batch * _PROMPT_LEN.value // llm.engine.resolved.max_num_batched_tokens)
     return profile_steps(llm, random_prompts(llm, [_PROMPT_LEN.value] * batch, seed=99), steps, skip=4,
-                         max_tokens=(steps + 24) * _BURST.value + num_prefill_steps)
+                         max_tokens=(steps + 24) * llm.engine.resolved.num_scheduler_steps + num_prefill_steps)
 
 
 def profile_mixed(llm: "LLM", num_requests: int, steps: int = 4) -> dict[str, Any]:
@@ -188,6 +188,7 @@ def run_dtype(dtype: str) -> dict[str, Any]:
     batches = [int(b) for b in _BATCH_SIZES.value]
     llm = make_engine(dtype, max(batches))
     figures: dict[str, Any] = {"dtype": dtype, "engine": llm.engine.describe(), "startup_s": llm.startup_s,
+                               "num_scheduler_steps": llm.engine.resolved.num_scheduler_steps,
                                "warm_up_s": llm.engine.warm_up.seconds, "num_executables": llm.engine.warm_up.num_executables}
     figures["decode"] = [decode_row(llm, b) for b in batches]
     print(report.table(figures["decode"]), flush=True)

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.config import SERVING_SCHEDULER_STEPS
 from jaxinfer.errors import RequestError
 from jaxinfer.llm import LLM
 from jaxinfer.request import CompletionDelta
@@ -33,23 +34,26 @@ class AsyncLLM:
 
     Args:
       model: as LLM takes it.
-      settings: fields of EngineConfig.
+      settings: fields of EngineConfig. num_scheduler_steps is 1 where it is left open: a request that comes during a burst would wait
+        for its end and for the one behind it, and deltas would come several tokens at a time. Where few requests share short steps
+        (int4, a small model) and the first token may wait for as many steps, 8 is faster.
 
     Raises:
       ConfigError, CheckpointError, CapacityError: as LLM does.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        self._start(LLM(model, **settings))
+        self._start(LLM(model, **_for_serving(settings)))
 
     @classmethod
     def from_model(cls, model: "LoadedModel", *, tokenizer: "Tokenizer | None" = None, **settings: Any) -> "AsyncLLM":
         """An AsyncLLM over weights that are already on the device; they are shared, not copied."""
-        return cls.from_llm(LLM.from_model(model, tokenizer=tokenizer, **settings))
+        return cls.from_llm(LLM.from_model(model, tokenizer=tokenizer, **_for_serving(settings)))
 
     @classmethod
     def from_llm(cls, llm: LLM) -> "AsyncLLM":
-        """Serves an LLM's engine. The LLM must not be used directly until shutdown(); then it can be again."""
+        """Serves an LLM's engine, in bursts where the LLM was made for them. The LLM must not be used directly until shutdown(); then it
+        can be again."""
         made = cls.__new__(cls)
         made._start(llm)
         return made
@@ -177,3 +181,9 @@ class AsyncLLM:
             raise RequestError(f"request_id = {request_id!r} belongs to a request that is being served: choose another or wait for its end.")
         self._open[request_id] = stream
         return request_id
+
+
+def _for_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with what is left open and differs from LLM's choice."""
+    given = settings.get("num_scheduler_steps")
+    return {**settings, "num_scheduler_steps": SERVING_SCHEDULER_STEPS if given is None else given}

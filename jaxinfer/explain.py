@@ -77,7 +77,8 @@ def _settings(r: ResolvedConfig) -> str:
         "quantization": "none" if m.quantization is None else f"{m.quantization.method}: {m.quantization.weights}",
         "hardware": f"{r.hardware.name}, {r.hardware.memory_bytes / 1e9:.1f} GB to plan with",
         "dtype": str(r.dtype), "kv_dtype": str(r.kv_dtype), "max_model_len": r.max_model_len, "max_num_seqs": r.max_num_seqs,
-        "max_num_batched_tokens": r.max_num_batched_tokens, "page_size": r.page_size, "num_pages": r.num_pages,
+        "max_num_batched_tokens": r.max_num_batched_tokens, "num_scheduler_steps": r.num_scheduler_steps, "page_size": r.page_size,
+        "num_pages": r.num_pages,
     }
     kept = {f.name: getattr(r.engine, f.name) for f in dataclasses.fields(r.engine) if f.name not in derived}
     kept |= {name: f"see {block}" for name, block in _CHOSEN.items() if kept[name] in (None, "auto")}
@@ -99,8 +100,10 @@ def _kernels(r: ResolvedConfig) -> str:
 def _buckets(r: ResolvedConfig) -> str:
     decode = [str(x.num_rows) for x in r.layouts if x.decode_only]
     mixed = [_name(x) for x in r.layouts if not x.decode_only]
-    return (f"Buckets: {len(r.layouts)} executables, compiled at start; nothing compiles later\n  decode (rows)             "
-            f"{', '.join(decode) or 'none: deterministic mode runs every step at one bucket'}\n  mixed (tokens x rows)     {', '.join(mixed)}")
+    bursts = f"\n  {f'bursts of {r.num_scheduler_steps} (rows)':26}{', '.join(str(x.num_rows) for x in r.burst_layouts)}"
+    return (f"Buckets: {len(r.layouts) + len(r.burst_layouts)} executables, compiled at start; nothing compiles later\n"
+            f"  decode (rows)             {', '.join(decode) or 'none: deterministic mode runs every step at one bucket'}\n"
+            f"  mixed (tokens x rows)     {', '.join(mixed)}{bursts if r.burst_layouts else ''}")
 
 
 def _memory(r: ResolvedConfig) -> str:

@@ -91,7 +91,7 @@ class LLM:
           params: one for all, or one a prompt; default SamplingParams().
           priority: one for all, or one a prompt; smaller is more urgent. Other than 0 only under a scheduling policy that looks at it.
           deadline_s: seconds from arrival, one for all or one a prompt: what has not ended then ends with the finish reason "abort",
-            the stop reason "deadline" and its output so far; None: never. Looked at before each step.
+            the stop reason "deadline" and its output so far; None: never. Looked at before each step, or burst of steps.
           use_tqdm: show a progress bar on stderr.
           on_error: "raise" stops at the first prompt that cannot be served, before any work; "return" serves the others and gives
             that prompt an output whose `error` says why.
@@ -143,6 +143,7 @@ class LLM:
                deadline_s: float | None = None) -> Iterator[RequestOutput]:
         """Yields the output so far (text and ids cumulative) after each step that added a token, the last time finished.
 
+        In a burst (num_scheduler_steps) steps are read together: an output then holds that many tokens more than the one before.
         Closing the iterator early withdraws the request.
         """
         from jaxinfer.batch import step

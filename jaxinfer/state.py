@@ -142,7 +142,7 @@ class TokenLogprobs:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "finite", "logprobs"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """What the host reads back, one step behind."""
+    """What the host reads back, one step behind; with a leading [K] from a burst of K steps."""
 
     tokens: jax.Array  # [B] int32; the sampled token of rows that sample
     finite: jax.Array  # [B] bool; False: the row's logits held NaN or infinity, or its rules left no token to sample

@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "llm": {"batch", "groups", "engine", "source", "tokenizer", "request", "sampling.params", "checkpoint", "config", "errors"},
     "streams": {"groups", "request", "errors"},
     "stepper": {"streams", "groups", "engine", "request", "errors"},
-    "async_llm": {"stepper", "streams", "groups", "llm", "engine", "tokenizer", "request", "sampling.params", "errors"},
+    "async_llm": {"stepper", "streams", "groups", "llm", "engine", "tokenizer", "request", "sampling.params", "config", "errors"},
     "generate": {"llm", "chat", "jsonl", "cli", "request", "sampling.params", "config", "errors"},
     "replay": {"engine", "models", "layers", "sampling", "sampling.params", "state", "source", "cli", "errors"},
     "textfile": {"errors"},

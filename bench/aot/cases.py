@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.compiled import make_state
-from jaxinfer.engine.step import step
+from jaxinfer.engine.step import burst, step
+from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_model
 from jaxinfer.models.shapes import SHAPES
-from jaxinfer.state import StepLayout
+from jaxinfer.state import DeviceState, StepLayout
 from pallas_kernels import (
     copy_pages,
     flash_attention,
@@ -44,7 +45,8 @@ class Case:
 
 
 def all_cases() -> dict[str, Callable[[], Case]]:
-    """Name -> maker of the case; made lazily, since tracing reads the target. Steps have all their layers."""
+    """Name -> maker of the case; made lazily, since tracing reads the target. Steps have all their layers, the burst has four: what it
+    must not do, copy a pool or make temporaries that a step does not make, shows in any."""
     cases: dict[str, Callable[[], Case]] = {}
     for name, heads, kv_heads, head_dim in (("q", 28, 4, 128), ("m", 32, 32, 128), ("h64", 14, 2, 64)):
         for rows in (1, 32, 128):
@@ -58,6 +60,7 @@ def all_cases() -> dict[str, Callable[[], Case]]:
         for rows in (8, 32):
             cases[f"step-decode-{shape.lower()}-b{rows}"] = functools.partial(_step, shape, rows, rows, True)
         cases[f"step-prefill-{shape.lower()}-t2048"] = functools.partial(_step, shape, 2048, 8, False)
+    cases["burst-decode-q-b8"] = functools.partial(_burst, "Q", 8, num_steps=8, num_layers=4)
     return cases
 
 
@@ -170,12 +173,27 @@ def _write(num_tokens: int, num_rows: int, kv_heads: int, head_dim: int) -> Case
 
 def _step(shape: str, num_tokens: int, num_rows: int, decode_only: bool) -> Case:
     """One engine step of a named shape in bfloat16, the state donated."""
-    config = SHAPES[shape]
+    params, state, layout, statics = _model(SHAPES[shape], num_tokens, num_rows, decode_only)
+    run = functools.partial(step, **statics)
+    return Case(function=run, arguments=(params, state, _shape((layout.num_words,), np.int32)), donated=(1,), is_kernel=False)
+
+
+def _burst(shape: str, num_rows: int, *, num_steps: int, num_layers: int) -> Case:
+    """The loop over decode steps of the first layers of a named shape in bfloat16, the state donated."""
+    config = dataclasses.replace(SHAPES[shape], num_layers=num_layers, sliding_windows=SHAPES[shape].sliding_windows[:num_layers])
+    params, state, layout, statics = _model(config, num_rows, num_rows, True)
+    run = functools.partial(burst, step=functools.partial(step, **statics))
+    return Case(function=run, arguments=(params, state, _shape((num_steps, layout.num_words), np.int32)), donated=(1,), is_kernel=False)
+
+
+def _model(config: ModelConfig, num_tokens: int, num_rows: int,
+           decode_only: bool) -> tuple[dict[str, Any], DeviceState, StepLayout, dict[str, Any]]:
+    """Parameters and state in bfloat16, a bucket, and the static arguments of a step."""
     graphdef, specs = abstract_model(config, "bfloat16")
     params = {name: _shape(spec.shape, spec.dtype) for name, spec in specs.items()}
     layout = StepLayout(num_tokens=num_tokens, num_rows=num_rows, num_updates=num_tokens // PAGE_SIZE + 2 * num_rows, null_slot=SLOTS,
                         decode_only=decode_only)
     state = make_state(config, jax.ShapeDtypeStruct, max_num_seqs=SLOTS, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
                        num_pages_per_seq=MAX_MODEL_LEN // PAGE_SIZE, max_num_tokens=2048, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16)
-    run = functools.partial(step, graphdef=graphdef, layout=layout, num_valid_tokens=config.vocab_size, attention_implementation=None)
-    return Case(function=run, arguments=(params, state, _shape((layout.num_words,), np.int32)), donated=(1,), is_kernel=False)
+    return params, state, layout, {"graphdef": graphdef, "layout": layout, "num_valid_tokens": config.vocab_size,
+                                   "attention_implementation": None}

@@ -18,7 +18,7 @@ from jax import monitoring
 from jaxinfer.engine.load import LoadedModel, teacher_forced_logits
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
-from jaxinfer.engine.step import copy_pages, sample_rows, score_prompt, step, update_page_table, write_counts, write_masks, write_rules
+from jaxinfer.engine.step import burst, copy_pages, sample_rows, score_prompt, step, update_page_table, write_counts, write_masks, write_rules
 from jaxinfer.errors import CapacityError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.sampling.logprobs import token_logprobs
@@ -100,6 +100,7 @@ class CompiledSteps:
             step, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens,
             attention_implementation=resolved.attention_implementation)
         self._executables: dict[StepLayout, jax.stages.Compiled] = {}
+        self._bursts: dict[StepLayout, jax.stages.Compiled] = {}
         # By number of rows; dispatched after a step in which a row asks for more than the greedy token.
         self._samplers: dict[int, Callable[..., tuple[StepOutput, SlotTables]]] = {}
         self._logprobs: dict[int, Callable[..., TokenLogprobs]] = {}
@@ -122,20 +123,25 @@ class CompiledSteps:
         """Compiles every bucket, in threads, and runs each once on padding alone. After this nothing compiles."""
         start = time.perf_counter()
         if not self.resolved.enforce_eager:
-            logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", len(self.resolved.layouts))
+            layouts, burst_layouts = self.resolved.layouts, self.resolved.burst_layouts
+            logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", len(layouts) + len(burst_layouts))
+            jitted = jax.jit(self._step, static_argnames=("layout",), donate_argnames=("state",))
             with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                steps = pool.map(self._compile, self.resolved.layouts)
+                steps = pool.map(functools.partial(self._compile, jitted=jitted), layouts)
                 samplers = pool.map(self._compile_sampler, self._samplers)
                 logprobs = pool.map(self._compile_logprobs, self._logprobs)
                 self._compile_the_rest()
-                self._executables = dict(zip(self.resolved.layouts, steps, strict=True))
+                for layout, (one, many) in zip(layouts, steps, strict=True):
+                    self._executables[layout] = one
+                    self._bursts |= {layout: many} if many is not None else {}
                 self._samplers = dict(zip(self._samplers, samplers, strict=True))
                 self._logprobs = dict(zip(self._logprobs, logprobs, strict=True))
             self._rehearse()
         self.compiles_at_start = self.counter.count
-        plans = [plan for e in self._executables.values() if (plan := e.memory_analysis()) is not None]
+        executables = [*self._executables.values(), *self._bursts.values()]
+        plans = [plan for e in executables if (plan := e.memory_analysis()) is not None]
         return WarmUp(
-            num_executables=len(self._executables), seconds=time.perf_counter() - start,
+            num_executables=len(executables), seconds=time.perf_counter() - start,
             temp_bytes=max((p.temp_size_in_bytes for p in plans), default=0),
             aliased_bytes=min((p.alias_size_in_bytes for p in plans), default=0),
             state_bytes=sum(x.nbytes for x in jax.tree.leaves(self.state)))
@@ -190,16 +196,28 @@ class CompiledSteps:
             self.state = dataclasses.replace(self.state, slots=slots)
         if wants_logprobs:
             output = dataclasses.replace(output, logprobs=self._logprobs[layout.num_rows](logits, output.tokens))
-        for x in jax.tree.leaves(output):
-            x.copy_to_host_async()
-        return output
+        return _on_its_way(output)
+
+    def runs_bursts(self, layout: StepLayout) -> bool:
+        """Bursts of the bucket are one executable."""
+        return layout in self._bursts
+
+    def run_burst(self, layout: StepLayout, buffers: np.ndarray) -> StepOutput:
+        """As run(), for K = num_scheduler_steps steps in a row in which every row is greedy and plain: one launch for all of them.
+
+        Args:
+          layout: the bucket, one for which runs_bursts().
+          buffers: [K, layout.num_words] int32, of the steps in order.
+
+        Returns:
+          tokens and finite [K, B].
+        """
+        output, self.state = self._bursts[layout](self.params, self.state, buffers)
+        return _on_its_way(output)
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> TokenLogprobs:
         """Log-probabilities of `targets` at `rows` of the last mixed step's hidden states, both [NUM_SCORES] int32."""
-        logprobs = self._score(self.params, self.state.hidden, rows, targets)
-        for x in jax.tree.leaves(logprobs):
-            x.copy_to_host_async()
-        return logprobs
+        return _on_its_way(self._score(self.params, self.state.hidden, rows, targets))
 
     def write_rules(self, slot: int, recent_tokens: np.ndarray, rules: TokenRules) -> None:
         """Gives a slot its request's rules and last output tokens."""
@@ -236,11 +254,17 @@ class CompiledSteps:
             part[:, :len(chunk)] = np.asarray(chunk, np.int32).T
             self.state = self._copy_pages(self.state, *part)
 
-    def _compile(self, layout: StepLayout) -> jax.stages.Compiled:
-        jitted = jax.jit(self._step, static_argnames=("layout",), donate_argnames=("state",))
-        buffer = jax.ShapeDtypeStruct((layout.num_words,), np.int32)
-        compiled = jitted.lower(_abstract(self.params), _abstract(self.state), buffer, layout=layout).compile()
-        logger.debug("compiled %s", layout)
+    def _compile(self, layout: StepLayout, jitted: jax.stages.Wrapped) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None]:
+        """A bucket's step, and its burst if it has one, which loops over the jitted step: so the model is traced once for both."""
+        params, state, num_steps = _abstract(self.params), _abstract(self.state), self.resolved.num_scheduler_steps
+        one = jitted.lower(params, state, jax.ShapeDtypeStruct((layout.num_words,), np.int32), layout=layout)
+        many = None
+        if layout in self.resolved.burst_layouts:
+            looped = functools.partial(burst, step=functools.partial(jitted, layout=layout))
+            many = jax.jit(looped, donate_argnames=("state",)).lower(
+                params, state, jax.ShapeDtypeStruct((num_steps, layout.num_words), np.int32))
+        compiled = one.compile(), None if many is None else many.compile()
+        logger.debug("compiled %s%s", layout, "" if many is None else f" and its bursts of {num_steps}")
         return compiled
 
     def _compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
@@ -290,6 +314,8 @@ class CompiledSteps:
             layout.view(buffer, "slots")[:] = layout.null_slot
             layout.view(buffer, "update_slots")[:] = layout.null_slot
             output = self.run(layout, buffer, samples=True, wants_logprobs=True)
+            if self.runs_bursts(layout):
+                self.run_burst(layout, np.tile(buffer, (self.resolved.num_scheduler_steps, 1)))
         self.write_page_table([(self.resolved.max_num_seqs, 0, 0)])
         if self.resolved.engine.enable_prefix_caching:
             self.copy_pages([(0, 0)])
@@ -300,6 +326,13 @@ class CompiledSteps:
         scores = self.score_prompt(np.zeros(NUM_SCORES, np.int32), np.zeros(NUM_SCORES, np.int32))
         jax.block_until_ready(self.state)
         jax.device_get((output, scores))
+
+
+def _on_its_way[T](output: T) -> T:
+    """The same, its copy to the host begun."""
+    for x in jax.tree.leaves(output):
+        x.copy_to_host_async()
+    return output
 
 
 def _abstract(tree: Any) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxinfer.config import CPU_MAX_NUM_SEQS, EngineConfig
+from jaxinfer.config import CPU_MAX_NUM_SEQS, GPU_SCHEDULER_STEPS, EngineConfig
 from jaxinfer.engine.hardware import Hardware
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.models.config import ModelConfig
@@ -15,6 +15,7 @@ from pallas_kernels.dispatch import Choice, KernelError, Target
 DEFAULT_PAGE_SIZE = 64
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
 _LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all
+MAX_BURST_ROWS = 32        # larger steps take longer than their launch (1.2 to 3.5 ms of the host), and each loop is one more compile at start
 _CPU_KV_SHARE = 0.125      # of RAM, at most
 _CPU_MAX_MODEL_LEN = 4096  # default cap on a CPU, where attention over more takes seconds a token
 _DEFAULTS = {              # platform -> (max_num_seqs, max_num_batched_tokens, token buckets)
@@ -55,6 +56,7 @@ class ResolvedConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_scheduler_steps: int
     page_size: int
     num_pages: int
     layouts: tuple[StepLayout, ...]
@@ -69,6 +71,14 @@ class ResolvedConfig:
     @property
     def enforce_eager(self) -> bool:
         return self.engine.enforce_eager
+
+    @property
+    def burst_layouts(self) -> tuple[StepLayout, ...]:
+        """The buckets whose bursts of num_scheduler_steps steps are one executable, a loop on the device; elsewhere a burst is as many
+        launches. No mixed one is among them, hence none where deterministic: there every step runs by the same executable."""
+        if self.num_scheduler_steps == 1 or self.enforce_eager:
+            return ()
+        return tuple(x for x in self.layouts if x.decode_only and x.num_rows <= MAX_BURST_ROWS)
 
     @property
     def attention_implementation(self) -> str | None:
@@ -121,8 +131,9 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
             f"{hardware.name}: lower num_pages or kv_cache_memory_bytes, or leave both out.")
     resolved = ResolvedConfig(
         engine=engine, model=model, hardware=hardware, dtype=dtype, kv_dtype=kv_dtype, num_valid_tokens=num_valid_tokens,
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, page_size=page_size,
-        num_pages=num_pages, layouts=layouts, memory=memory)
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        num_scheduler_steps=engine.num_scheduler_steps or (1 if hardware.platform == "cpu" else GPU_SCHEDULER_STEPS),
+        page_size=page_size, num_pages=num_pages, layouts=layouts, memory=memory)
     if engine.attention_implementation != "auto":
         for layout in layouts:
             attention_choice(resolved, layout)

@@ -1,7 +1,8 @@
-"""The step as a pure function: page-table updates, forward pass over the pages, greedy tokens; beside it the functions that sample for
-rows that ask for more, copy pages, write a slot's tables and score prompt tokens. No jit and no host state here."""
+"""The step as a pure function: page-table updates, forward pass over the pages, greedy tokens; beside it the burst that loops over it and
+the functions that sample for rows that ask for more, copy pages, write a slot's tables and score prompt tokens. No jit and no host state."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,6 +60,27 @@ def step(
     kept = state.hidden if layout.decode_only else state.hidden.at[:layout.num_tokens].set(hidden)
     slots = _remember(state.slots, tokens, _sampled_slots(inputs.sampling, inputs.samples, layout), inputs.sampling.position)
     return StepOutput(tokens=tokens, finite=finite), logits, DeviceState(cache=context.cache, page_table=page_table, slots=slots, hidden=kept)
+
+
+def burst(params: dict[str, jax.Array], state: DeviceState, buffers: jax.Array, *,
+          step: Callable[..., tuple[StepOutput, jax.Array, DeviceState]]) -> tuple[StepOutput, DeviceState]:
+    """K steps of one bucket as a loop on the device, each after the first from the tokens of the one before. Greedy rows only.
+
+    Args:
+      params: the model's flat parameters.
+      state: DONATED: use the one returned. The loop carries it in place; no pool is copied.
+      buffers: [K, layout.num_words] int32, one a step, in order.
+      step: the function above with its static arguments.
+
+    Returns:
+      What the host reads, tokens [K, B] int32 and finite [K, B] bool, and the new state.
+    """
+    def one(state: DeviceState, buffer: jax.Array) -> tuple[DeviceState, StepOutput]:
+        output, _, state = step(params, state, buffer)
+        return state, output
+
+    state, output = jax.lax.scan(one, state, buffers)
+    return output, state
 
 
 def sample_rows(slots: SlotTables, logits: jax.Array, row_words: jax.Array, *, layout: StepLayout, num_valid_tokens: int,

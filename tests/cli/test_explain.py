@@ -1,5 +1,6 @@
 """What explain and the engine refuse before anything is loaded, and the report itself."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,22 @@ def test_report_names_the_block_that_shows_what_was_chosen() -> None:
     for name, block in (("token_buckets", "Buckets"), ("batch_buckets", "Buckets"), ("attention_implementation", "Kernels")):
         assert f"  {name:26} see {block}" in lines
     assert f"  {'token_buckets':26} (64, 128)" in explain(planned(token_buckets=(64, 128), max_num_batched_tokens=256)).splitlines()
+
+
+def test_bursts_are_chosen_by_platform_and_looped_for_small_decode_buckets() -> None:
+    cpu = dataclasses.replace(named_gpu("h200"), platform="cpu")
+    for gpu in ("a100-80gb", "h200"):
+        assert planned(gpu=gpu).num_scheduler_steps == 8
+    assert plan(EngineConfig(max_model_len=4096), cpu, shape="Q0.5").num_scheduler_steps == 1
+    assert planned(num_scheduler_steps=1).num_scheduler_steps == 1 and planned(num_scheduler_steps=5).num_scheduler_steps == 5
+    resolved = planned()
+    assert [(x.num_rows, x.decode_only) for x in resolved.burst_layouts] == [(8, True), (16, True), (32, True)]
+    assert [x.num_rows for x in resolved.layouts if x.decode_only] == [8, 16, 32, 64, 128, 256]
+    report = explain(resolved)
+    assert "  bursts of 8 (rows)        8, 16, 32" in report.splitlines() and f"Buckets: {len(resolved.layouts) + 3} executables" in report
+    assert f"  {'num_scheduler_steps':26} 8" in report.splitlines()
+    for settings in ({"num_scheduler_steps": 1}, {"deterministic": True}, {"enforce_eager": True}):
+        assert planned(**settings).burst_layouts == () and "bursts of" not in explain(planned(**settings))
 
 
 @pytest.mark.parametrize(("settings", "error", "message"), [

@@ -14,6 +14,7 @@ from tests.tokenizer.tiny import byte_level, wrap
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (32,), "batch_buckets": (4,), "page_size": 16,
          "max_model_len": 384, "compilation_cache_dir": None}
+SINGLE = {"num_scheduler_steps": 1}  # on a GPU, too
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +31,7 @@ def make_llm(tiny_model):
         key = tuple(sorted(settings.items()))
         if key not in made:
             base = {k: v for k, v in SMALL.items() if not (settings.get("deterministic") and k.endswith("_buckets"))}
-            made[key] = jaxinfer.LLM.from_model(tiny_model, **{**base, **settings})
+            made[key] = jaxinfer.LLM.from_model(tiny_model, **{**base, **SINGLE, **settings})
         return made[key]
 
     return make
@@ -78,7 +79,7 @@ def make_guided(byte_model, byte_tokenizer):
         if key not in made:
             base = {name: value for name, value in SMALL.items() if not settings.get("deterministic") or "buckets" not in name}
             made[key] = jaxinfer.LLM.from_model(byte_model, tokenizer=byte_tokenizer, **{
-                **base, "max_model_len": LENGTH, "num_pages": 200, **settings})
+                **base, **SINGLE, "max_model_len": LENGTH, "num_pages": 200, **settings})
         return made[key]
 
     return make

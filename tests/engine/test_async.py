@@ -439,3 +439,24 @@ def test_random_comings_and_goings_leave_nothing(llm, seed):
         for completion in out.outputs if deltas else []:
             ids = joined(deltas, completion.index)[1]
             assert ids == completion.token_ids[:len(ids)] and (fate != "end" or len(ids) == len(completion.token_ids))
+
+
+@pytest.mark.parametrize(("settings", "steps"), [({}, 1), ({"num_scheduler_steps": None}, 1), ({"num_scheduler_steps": 8}, 8)])
+def test_bursts_are_left_out_unless_asked_for(llm, monkeypatch, settings, steps):
+    """A newcomer would wait for them; LLM's own choice on a GPU is another."""
+    asked = []
+
+    class Recorded:
+        def __new__(cls, model, **given):
+            asked.append(given)
+            return llm
+
+        @staticmethod
+        def from_model(model, **given):
+            asked.append(given)
+            return llm
+
+    monkeypatch.setattr("jaxinfer.async_llm.LLM", Recorded)
+    for make in (jaxinfer.AsyncLLM, jaxinfer.AsyncLLM.from_model):
+        asyncio.run(make(llm.engine.model, **settings).shutdown())
+    assert [given["num_scheduler_steps"] for given in asked] == [steps, steps]

@@ -114,6 +114,7 @@ def test_a_processor_registered_later_belongs_to_later_engines(guided, monkeypat
 
 
 def test_a_processor_that_gives_nan_ends_its_own_request(guided):
-    broken, fine = guided.generate(PROMPTS[:2], [SamplingParams(max_tokens=3, logits_processors={"broken": {}}), SamplingParams(max_tokens=3)])
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    broken, fine = guided.generate(PROMPTS[:2], [dataclasses.replace(params, logits_processors={"broken": {}}), params])
     assert broken.outputs[0].finish_reason is FinishReason.ERROR and "a logits processor gave NaN or infinity" in broken.error
     assert fine.error is None and len(fine.outputs[0].token_ids) == 3
