@@ -161,14 +161,16 @@ def throughput_row(llm: "LLM", num_requests: int) -> dict[str, Any]:
 
     params = jaxinfer.SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     prompts = throughput_prompts(llm, num_requests)
-    times = []
+    runs = []
     for _ in range(2):
+        llm.reset_metrics()
         start = time.perf_counter()
         llm.generate(prompts, params)
-        times.append(time.perf_counter() - start)
-    seconds, num_prompt_tokens = min(times), sum(len(p["prompt_token_ids"]) for p in prompts)
+        seconds = time.perf_counter() - start
+        runs.append((seconds, report.phases(llm.engine.metrics, seconds)))
+    (seconds, phases), num_prompt_tokens = min(runs, key=lambda run: run[0]), sum(len(p["prompt_token_ids"]) for p in prompts)
     return {"requests": num_requests, "requests_per_s": num_requests / seconds,
-            "tokens_per_s": (num_prompt_tokens + 128 * num_requests) / seconds}
+            "tokens_per_s": (num_prompt_tokens + 128 * num_requests) / seconds, **phases}
 
 
 def peer_rows() -> list[dict[str, Any]]:

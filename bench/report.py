@@ -6,7 +6,10 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.metrics import EngineMetrics
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -70,3 +73,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [list(rows[0]), *[[cell(v) for v in row.values()] for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def phases(metrics: "EngineMetrics", seconds: float) -> dict[str, float | None]:
+    """Where a run's time went, from what the engine counted in it: steps with prompts among them, and steps that only decode.
+
+    Args:
+      metrics: reset when the run began.
+      seconds: what the run took.
+    """
+    rest = seconds - metrics.decode_seconds
+    others = metrics.num_steps - metrics.num_decode_steps
+    return {"prompt_tokens_per_s_of_mixed_steps": metrics.num_prefill_tokens / rest if rest > 0 else None,
+            "mixed_step_ms": 1e3 * rest / others if others else None, "num_mixed_steps": others,
+            "decode_step_ms": 1e3 * metrics.decode_seconds / metrics.num_decode_steps if metrics.num_decode_steps else None}

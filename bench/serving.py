@@ -85,6 +85,7 @@ def rate_row(llm: "LLM", rate: float) -> dict[str, Any]:
     rng, n = np.random.default_rng(_SEED.value), _NUM_REQUESTS.value
     arrivals = np.cumsum(rng.exponential(1 / rate, n)) if rate else np.zeros(n)
     lengths = rng.integers(_MIN_PROMPT_LEN.value, _MAX_PROMPT_LEN.value + 1, n).tolist()
+    llm.reset_metrics()
     requests, seconds = serve(llm, arrivals.tolist(), lengths, max_tokens=_MAX_TOKENS.value, seed=_SEED.value + 1)
     times = [(r.arrival_time, r.first_token_time, r.finish_time) for r in requests]
     ttft = [1e3 * (first - arrival) for arrival, first, _ in times if first is not None]
@@ -94,7 +95,7 @@ def rate_row(llm: "LLM", rate: float) -> dict[str, Any]:
     for name, values in (("ttft", ttft), ("tpot", tpot)):
         row |= {f"{name}_p{p}_ms": float(np.percentile(values, p)) for p in (50, 95)}
     return row | {"requests_per_s": n / seconds, "tokens_per_s": (sum(lengths) + n * _MAX_TOKENS.value) / seconds,
-                  "output_tokens_per_s": n * _MAX_TOKENS.value / seconds,
+                  "output_tokens_per_s": n * _MAX_TOKENS.value / seconds, **report.phases(llm.engine.metrics, seconds),
                   "num_preemptions": sum(r.num_preemptions for r in requests)}
 
 
