@@ -190,14 +190,15 @@ def mosaic_config(spec: MatmulSpec, target: Target) -> MosaicConfig:
     tried = itertools.product((1, 2, 4, 5), range(1, 9), (MOSAIC_STAGES, 2), (1, 2, 4, 5)) if measured is None else [measured]
     configs = [MosaicConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, warpgroups=w, splits=p, stages=t, strips=s)
                for w, p, t, s in tried]
-    fitting = [c for c in configs if c.warpgroups * c.strips <= _most_warpgroups(spec, block_m) and c.warpgroups * c.splits <= spec.num_tiles
+    most = _most_warpgroups(spec, target, block_m)
+    fitting = [c for c in configs if c.warpgroups * c.strips <= most and c.warpgroups * c.splits <= spec.num_tiles
                and mosaic_shared_bytes(spec, c) <= target.shared_memory_bytes]
     return min(fitting or configs[:1], key=lambda config: _cycles(spec, target, config))
 
 
-def _most_warpgroups(spec: MatmulSpec, block_m: int) -> int:
-    """Warpgroups that a core has registers for."""
-    most = 2 if layout.TILE_K // spec.group_k > MOSAIC_MOST_GROUPS else 4 if spec.bits == 8 else 5
+def _most_warpgroups(spec: MatmulSpec, target: Target, block_m: int) -> int:
+    """Warpgroups that a core has registers for. Addresses of cp.async take some that copies by TMA do not."""
+    most = 2 if layout.TILE_K // spec.group_k > MOSAIC_MOST_GROUPS else 4 if spec.bits == 8 or target.compute_capability == (8, 0) else 5
     return min(most, MOSAIC_WARPGROUPS[block_m])
 
 
@@ -208,8 +209,8 @@ def _is_measured(spec: MatmulSpec, target: Target) -> bool:
 
 def _cycles(spec: MatmulSpec, target: Target, config: MosaicConfig) -> int:
     """What a call of kernel_mosaic takes, roughly."""
-    return _busiest_core(spec, target, config, need=mosaic_shared_bytes(spec, config), most=min(4, _most_warpgroups(spec, config.block_m)),
-                         tile=TILE_ISSUE)
+    most = min(4, _most_warpgroups(spec, target, config.block_m))
+    return _busiest_core(spec, target, config, need=mosaic_shared_bytes(spec, config), most=most, tile=TILE_ISSUE)
 
 
 def _wgmma_cycles(spec: MatmulSpec, target: Target, config: WgmmaConfig) -> int:
