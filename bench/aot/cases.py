@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.engine.compiled import make_state
+from jaxinfer.engine.fresh_state import make_state
 from jaxinfer.engine.step import burst, step
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_model

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxinfer
-from jaxinfer.engine import compiled
+from jaxinfer.engine import fresh_state
 from jaxinfer.engine.load import random_model
 from jaxinfer.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from jaxinfer.models.shapes import SHAPES
@@ -216,7 +216,7 @@ def test_waking_where_the_memory_is_taken_can_be_tried_again(llm, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "make_state", exhausted)
+        patch.setattr(fresh_state, "make_state", exhausted)
         with pytest.raises(CapacityError, match=r"stays asleep.*KV pool \(.* GB\) do not fit.*call wake\(\) again.*kv_cache_memory_bytes"):
             llm.wake()
     with pytest.raises(EngineError, match=r"wake\(\)"):
@@ -236,7 +236,7 @@ def test_a_pool_that_does_not_fit_says_what_to_set(monkeypatch, tiny_model):
     def exhausted(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
 
-    monkeypatch.setattr(compiled, "make_state", exhausted)
+    monkeypatch.setattr(fresh_state, "make_state", exhausted)
     with pytest.raises(CapacityError, match=r"KV pool of 97 pages \(\d+ bytes\) does not fit on .*trainer.*set kv_cache_memory_bytes"):
         jaxinfer.LLM.from_model(tiny_model, **SMALL)
 
@@ -245,7 +245,7 @@ def test_other_errors_of_the_device_are_not_taken_for_it(monkeypatch, tiny_model
     def fails(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("INTERNAL: no such device")
 
-    monkeypatch.setattr(compiled, "make_state", fails)
+    monkeypatch.setattr(fresh_state, "make_state", fails)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such device"):
         jaxinfer.LLM.from_model(tiny_model, **SMALL)
 
