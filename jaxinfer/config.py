@@ -40,7 +40,7 @@ class EngineConfig:
 
     num_scheduler_steps: int | None = setting(
         None, "Decode steps that are dispatched in a row before the host looks at their tokens, while no request waits: one launch for all of "
-        "them where the rows are greedy and 32 at most. The price: tokens come as many at a time, a new request waits for the burst that "
+        "them where the rows are greedy and 128 at most. The price: tokens come as many at a time, a new request waits for the burst that "
         "runs and the one behind it, and up to twice as many steps are computed past a stop. 1 is off; default: 8 on a GPU, 1 on a CPU and "
         "in AsyncLLM.")
 

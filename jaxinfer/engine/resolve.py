@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import Choice, KernelError, Target
 DEFAULT_PAGE_SIZE = 64
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
 _LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all
-MAX_BURST_ROWS = 32        # larger steps take longer than their launch (1.2 to 3.5 ms of the host), and each loop is one more compile at start
+MAX_BURST_ROWS = 128       # beyond, steps are long beside what a launch leaves idle (1 ms of 7 at 128 rows in int4), and each loop is a compile
 _CPU_KV_SHARE = 0.125      # of RAM, at most
 _CPU_MAX_MODEL_LEN = 4096  # default cap on a CPU, where attention over more takes seconds a token
 _DEFAULTS = {              # platform -> (max_num_seqs, max_num_batched_tokens, token buckets)

@@ -35,10 +35,11 @@ def test_bursts_are_chosen_by_platform_and_looped_for_small_decode_buckets() -> 
     assert plan(EngineConfig(max_model_len=4096), cpu, shape="Q0.5").num_scheduler_steps == 1
     assert planned(num_scheduler_steps=1).num_scheduler_steps == 1 and planned(num_scheduler_steps=5).num_scheduler_steps == 5
     resolved = planned()
-    assert [(x.num_rows, x.decode_only) for x in resolved.burst_layouts] == [(8, True), (16, True), (32, True)]
+    assert [(x.num_rows, x.decode_only) for x in resolved.burst_layouts] == [(8, True), (16, True), (32, True), (64, True), (128, True)]
     assert [x.num_rows for x in resolved.layouts if x.decode_only] == [8, 16, 32, 64, 128, 256]
     report = explain(resolved)
-    assert "  bursts of 8 (rows)        8, 16, 32" in report.splitlines() and f"Buckets: {len(resolved.layouts) + 3} executables" in report
+    assert "  bursts of 8 (rows)        8, 16, 32, 64, 128" in report.splitlines()
+    assert f"Buckets: {len(resolved.layouts) + 5} executables" in report
     assert f"  {'num_scheduler_steps':26} 8" in report.splitlines()
     for settings in ({"num_scheduler_steps": 1}, {"deterministic": True}, {"enforce_eager": True}):
         assert planned(**settings).burst_layouts == () and "bursts of" not in explain(planned(**settings))
