@@ -52,6 +52,7 @@ help:
 	@echo 'make aot                  compile kernels and whole steps for A100 and H200 without a GPU, and check their budgets'
 	@echo 'make gpu-test             kernel and engine tests on the GPU of this machine, the kernels also on the path that an A100 takes'
 	@echo '                          (GPU_PYTHON=python3 takes that interpreter as it is, instead of installing into $(VENV_GPU))'
+	@echo 'make gpu-sanitize         small cases of every kernel under compute-sanitizer: memory accesses, then races in shared memory'
 	@echo 'make clean                remove the virtual environments and the tools'"'"' caches; the downloaded checkpoint stays'
 	@echo 'Settings: PYTHON=interpreter  VENV=folder  CACHE=folder for checkpoints  JAX=requirement  WORKERS=test processes'
 
@@ -80,7 +81,7 @@ gpu-test: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
 .PHONY: gpu-attached
 gpu-attached:
 	@compgen -G '/dev/nvidia[0-9]*' >/dev/null || [ -e /dev/dxg ] || { \
-	  echo 'make gpu-test: no NVIDIA GPU is attached to this machine (no /dev/nvidia0): run it on one; make test needs none' >&2; exit 1; }
+	  echo 'make: no NVIDIA GPU is attached to this machine (no /dev/nvidia0): run it on one; make test needs none' >&2; exit 1; }
 
 # Asks jax itself, which may lack the wheels for a GPU that is there. test_goldens.py converts, which needs gguf.
 .PHONY: gpu-check
@@ -98,6 +99,19 @@ gpu-check:
 	if [ "$$capability" = 8.0 ]; then exit 0; fi; \
 	echo 'The kernels again, on the path that sm_80 takes'; \
 	JAXINFER_TEST_ARCH=80 $(PYTEST) tests/pallas_kernels
+
+# Small cases of our own kernels, natively: under the sanitizer one takes many times as long.
+SANITIZE ?= (mosaic or wgmma) and (one_token or tail_of_n or group32 or tail_of_m or decode_bf16_gqa7 or prefill_bf16_odd or mixed_bf16_gqa3 \
+  or bf16_h128_gqa3 or bf16_residual or decode_bf16 or prefill_f16 or decode_h128)
+.PHONY: gpu-sanitize
+gpu-sanitize: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
+	@command -v compute-sanitizer >/dev/null || { echo 'make gpu-sanitize: compute-sanitizer, of the CUDA toolkit, is not on PATH' >&2; exit 1; }
+	@export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false; \
+	for tool in memcheck racecheck; do \
+	  echo "compute-sanitizer, $$tool"; \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 '$(or $(GPU_PYTHON),$(VENV_GPU)/bin/python)' -m pytest -q -p no:cacheprovider \
+	    tests/pallas_kernels -k '$(SANITIZE)'; \
+	done
 
 # Ruff, mypy and the tests with the tools under BIN.
 .PHONY: check
