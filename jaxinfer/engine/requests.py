@@ -26,12 +26,12 @@ def read_token_ids(given: Any) -> tuple[int, ...]:
     except TypeError:
         raise RequestError(f"prompt_token_ids is a {type(given).__name__}: must be a list of integers.") from None
     try:
-        if any(isinstance(t, bool) for t in ids):
+        if bool in set(map(type, ids)):
             raise TypeError
         read = tuple(map(operator.index, ids))
     except TypeError:
         raise RequestError("prompt_token_ids: every entry must be an integer.") from None
-    longest = max((t.bit_length() for t in read), default=0)
+    longest = max(max(read), -min(read)).bit_length() if read else 0
     if longest > 63:  # too long to be written into a message, perhaps
         raise RequestError(f"prompt_token_ids holds an integer of {longest} bits: no vocabulary has that many tokens.")
     return read
