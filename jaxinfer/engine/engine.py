@@ -114,6 +114,8 @@ class Engine:
         with self._guard.using(RequestError, EngineError):
             self.weights.check_awake()
             check_prompt(request.prompt_token_ids, self.resolved)
+            if not self.scheduler.has_unfinished:
+                self.metrics.pause()
             self.scheduler.add(request, deadline=None if request.deadline_s is None else request.arrival_time + request.deadline_s)
             self.outputs.start(request)
 
@@ -191,6 +193,8 @@ class Engine:
     def _step(self) -> list[Request]:
         if self.dumps.is_armed and self._in_flight:  # a step to be kept must be the only one
             return self._apply_oldest()
+        if not self.scheduler.has_unfinished:  # what was dispatched before the last one ended
+            self.metrics.pause()
         start = time.perf_counter()
         plan = self.scheduler.next()
         if plan is not None:
@@ -198,12 +202,13 @@ class Engine:
         self.metrics.host_seconds += time.perf_counter() - start
         if self._in_flight and (plan is None or self.dumps.is_armed or len(self._in_flight) > self._depth):
             return self._apply_oldest()
-        if plan is None:
-            self.metrics.pause()
         return []
 
     def _apply_oldest(self) -> list[Request]:
-        return list(dict.fromkeys(request for launch in self._in_flight.popleft() for request in self._take_in(launch)))
+        launches = self._in_flight.popleft()
+        progressed = [request for launch in launches for request in self._take_in(launch)]
+        self.metrics.record([plan for launch in launches for plan in launch.plans], len(progressed))
+        return list(dict.fromkeys(progressed))
 
     def _dispatch(self, plan: SchedulePlan) -> Iterator[Launch]:
         """Dispatches a step, and where it starts a burst (num_scheduler_steps) those after it.
@@ -265,7 +270,6 @@ class Engine:
                 progressed.append(row.request)
             finish.append(reason)
         self.scheduler.apply(plan, tokens[:len(plan.rows)], finish)
-        self.metrics.record(plan, len(progressed))
         self.metrics.host_seconds += time.perf_counter() - start
         return progressed
 

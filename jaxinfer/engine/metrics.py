@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.scheduler.plan import SchedulePlan
@@ -22,38 +23,41 @@ class EngineMetrics:
     num_prefill_tokens: int = 0
     num_output_tokens: int = 0
     num_decode_steps: int = 0
-    """Steps in which every row decoded, and whose predecessor did so too: those that the rates below cover."""
+    """Steps in which every row had one token, but for the first after a pause: those that the rates below cover, each from the end of the
+    steps before."""
     num_decode_tokens: int = 0
     decode_seconds: float = 0.0
     decode_bytes: int = 0
     host_seconds: float = 0.0
     """Host time spent scheduling, packing and dispatching, without waiting for the device."""
-    _last_decode_end: float | None = None
+    _last_end: float | None = None
 
     def reset(self) -> None:
         """Starts the sums anew."""
         fixed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.default is dataclasses.MISSING}
         self.__dict__.update(type(self)(**fixed).__dict__)
 
-    def record(self, plan: SchedulePlan, num_sampled: int) -> None:
-        """Takes in a step whose tokens have just reached the host."""
+    def record(self, plans: Sequence[SchedulePlan], num_sampled: int) -> None:
+        """Takes in steps whose tokens the host has read together: one, or those of a burst, which share their time.
+
+        Args:
+          plans: in order.
+          num_sampled: tokens of theirs that somebody still wanted.
+        """
         now = time.perf_counter()
-        self.num_steps += 1
-        self.num_prefill_tokens += plan.num_prefill_tokens
+        self.num_steps += len(plans)
+        self.num_prefill_tokens += sum(plan.num_prefill_tokens for plan in plans)
         self.num_output_tokens += num_sampled
-        if plan.is_decode_only:
-            if self._last_decode_end is not None:
-                self.num_decode_steps += 1
-                self.num_decode_tokens += num_sampled
-                self.decode_seconds += now - self._last_decode_end
-                self.decode_bytes += self.decode_read_bytes + self.kv_token_bytes * sum(r.start + 1 for r in plan.rows)
-            self._last_decode_end = now
-        else:
-            self._last_decode_end = None
+        if self._last_end is not None and all(plan.is_decode_only for plan in plans):
+            self.num_decode_steps += len(plans)
+            self.num_decode_tokens += num_sampled
+            self.decode_seconds += now - self._last_end
+            self.decode_bytes += sum(self.decode_read_bytes + self.kv_token_bytes * sum(r.start + 1 for r in plan.rows) for plan in plans)
+        self._last_end = now
 
     def pause(self) -> None:
-        """The engine ran out of work: the time until the next step is nobody's."""
-        self._last_decode_end = None
+        """The engine has nothing to do for anybody: the time until the end of the next step is nobody's."""
+        self._last_end = None
 
     @property
     def decode_tokens_per_s(self) -> float | None:

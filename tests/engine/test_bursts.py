@@ -272,6 +272,36 @@ def test_a_pool_too_small_for_a_burst_falls_back_to_single_steps(make_llm):
         assert ids(got) == ids(make_llm().generate(prompts, params)) and sum(o.metrics.num_preemptions for o in got) > 0
 
 
+def test_steps_read_together_share_their_time(make_llm, settings, monkeypatch):
+    """The first burst after a prompt counts with its time, not as K - 1 steps that took none; time without requests is nobody's."""
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock, llm = Clock(), make_llm(**settings[1])
+    metrics, take_in = llm.engine.metrics, llm.engine._apply_oldest
+    monkeypatch.setattr("jaxinfer.engine.metrics.time", clock)
+    monkeypatch.setattr(llm.engine, "_apply_oldest", lambda: (setattr(clock, "now", clock.now + 1.0), take_in())[1])
+    prompt, params = prompts_of([9], seed=32)[0], jaxinfer.SamplingParams(max_tokens=1 + 3 * K, **GREEDY)
+    llm.reset_metrics()
+    (whole,), _ = run(llm, prompt, params)
+    assert (metrics.num_decode_steps, metrics.num_decode_tokens, metrics.decode_seconds) == (3 * K, 3 * K, 3.0)
+    assert metrics.num_steps == metrics.num_output_tokens == 1 + 3 * K
+    token_ids = whole.outputs[0].token_ids
+    at = max(token_ids.index(token) for token in token_ids[:2 * K])
+    assert at > 0
+    num_bursts = -(-at // K)
+    llm.reset_metrics()
+    llm.generate(prompt, dataclasses.replace(params, stop_token_ids=[token_ids[at]]))
+    assert llm.engine.has_work and (metrics.num_decode_steps, metrics.num_decode_tokens) == (num_bursts * K, at)
+    for _ in range(2):  # a burst was dispatched before the stop was seen: its turn comes after the pause; the second time there is none
+        clock.now += 1000.0
+        llm.generate(prompt, dataclasses.replace(params, max_tokens=1))
+    assert metrics.num_decode_tokens == at + 1 and metrics.decode_seconds == num_bursts + 1.0
+
+
 def test_loops_are_counted_described_and_reuse_the_state_in_place(make_llm):
     single, looped = make_llm().engine, make_llm(**LOOPED).engine
     assert looped.warm_up.num_executables == single.warm_up.num_executables + 1
