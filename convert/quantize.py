@@ -53,8 +53,11 @@ def _define_how(values: flags.FlagValues) -> None:
     flags.DEFINE_string("keep_int8", "auto:0", "auto:N keeps the N linears of largest output error at 8 bits.", flag_values=values)
     flags.DEFINE_enum("awq_scaling", "auto", ["auto", "duo", "activation", "norms"], "awq: rules whose scales are searched. duo: "
                       "a^r / w^(1-r); activation: a^r; norms: ||x|| / ||w||; auto: duo and norms.", flag_values=values)
+    flags.DEFINE_enum("awq_rounding", "feedback", ["feedback", "nearest"], "awq: round scaled weights with gptq's error feedback, or to "
+                      "nearest as AWQ's paper does.", flag_values=values)
     flags.DEFINE_bool("clip", True, "awq: search clipping too.", flag_values=values)
-    flags.DEFINE_float("damping", 0.01, "gptq: share of the Hessian's mean diagonal added to it.", flag_values=values)
+    flags.DEFINE_float("damping", None, "gptq, and awq with feedback: share of the Hessian's mean diagonal added to it; default: 0.01 and 0.1.",
+                       flag_values=values)
     flags.DEFINE_bool("act_order", False, "gptq: round the rows of the largest inputs first, on grids made beforehand.", flag_values=values)
     flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Of activations on their way through the layers; bfloat16 is "
                       "faster on GPUs and on CPUs with AMX. All sums are float32.", flag_values=values)
@@ -74,9 +77,9 @@ def _run(values: flags.FlagValues) -> None:
 
     group_size = None if given["group_size"] == "column" else int(given["group_size"])
     grid = GridSpec(bits=int(given["bits"]), group_size=group_size, symmetric=given["symmetric"] or not given["zero_point"])
-    settings = QuantiseConfig(method=given["method"], grid=grid, awq_scaling=given["awq_scaling"], clip=given["clip"],
-                              damping=given["damping"], act_order=given["act_order"], num_int8=num_int8,
-                              compute_dtype=given["compute_dtype"])
+    settings = QuantiseConfig(method=given["method"], grid=grid, awq_scaling=given["awq_scaling"],
+                              awq_rounding=given["awq_rounding"], clip=given["clip"], damping=given["damping"],
+                              act_order=given["act_order"], num_int8=num_int8, compute_dtype=given["compute_dtype"])
     texts = Texts(calibration=paths["calibration"], num_samples=given["num_samples"], max_len=given["max_len"], seed=given["seed"],
                   evaluation=paths["eval_text"], num_eval_samples=given["num_eval_samples"])
     model, output = paths["model"], paths["output"]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert.quantise.grid import GridSpec, Rounded, make_grid
+from convert.quantise.grid import GridSpec, Rounded, best_shrinks, make_grid
 from jaxinfer.errors import NonFiniteError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,8 @@ MAX_BLOCK = 128
 """Rows between updates of all later rows, at most; where each group makes its own grid a block is a group."""
 
 
-def gptq(name: str, w: jax.Array, gram: jax.Array, *, spec: GridSpec, damping: float, act_order: bool) -> tuple[Rounded, float]:
+def gptq(name: str, w: jax.Array, gram: jax.Array, *, spec: GridSpec, damping: float, act_order: bool,
+         clip: bool) -> tuple[Rounded, float]:
     """Rounds a matrix with error feedback.
 
     Args:
@@ -36,6 +37,8 @@ def gptq(name: str, w: jax.Array, gram: jax.Array, *, spec: GridSpec, damping: f
         float64 does; where that cannot either, damping is raised tenfold, twice at most, and that is said.
       act_order: round the rows of the largest inputs first. Groups stay where they are, on grids made beforehand, so that the result
         needs no reordered inputs.
+      clip: choose each group's range for the least sum of squared errors, a row's weighed as feedback weighs it, 1 / U_ii^2. What
+        clipping takes from a weight is an error like others, and made up for.
 
     Returns:
       (the rounded matrix, the damping used).
@@ -47,13 +50,13 @@ def gptq(name: str, w: jax.Array, gram: jax.Array, *, spec: GridSpec, damping: f
     order = jnp.argsort(-jnp.diagonal(gram), stable=True) if act_order else jnp.arange(k)
     factor, used = _damped_factor(name, gram[order][:, order] if act_order else gram, damping)
     if act_order or spec.group_size is None:
-        scales, zeros = make_grid(w, spec)
+        scales, zeros = _make_grid(w, jnp.diagonal(factor)[jnp.argsort(order)], spec=spec, clip=clip)
         at = order // spec.rows(k)
         block = max(size for size in range(1, MAX_BLOCK + 1) if k % size == 0)
-        q = _feedback(w[order], factor, scales[at], zeros[at], spec=spec, block=block, own_grid=False)[0][jnp.argsort(order)]
+        q = _feedback(w[order], factor, scales[at], zeros[at], spec=spec, block=block, own_grid=False, clip=False)[0][jnp.argsort(order)]
     else:
         empty = jnp.zeros((k // spec.group_size, w.shape[1]), jnp.float32)
-        q, scales, zeros = _feedback(w, factor, empty, empty, spec=spec, block=spec.group_size, own_grid=True)
+        q, scales, zeros = _feedback(w, factor, empty, empty, spec=spec, block=spec.group_size, own_grid=True, clip=clip)
     if not bool(jnp.isfinite(scales).all()):
         raise NonFiniteError(f"{name}: error feedback at damping = {used} grew beyond float32: nothing is saved; raise --damping.")
     return Rounded(q=q.astype(jnp.uint8), scales=scales, zeros=zeros), used
@@ -85,15 +88,22 @@ def _inverse_factor(gram: jax.Array, damping: float) -> jax.Array:
     return jax.scipy.linalg.solve_triangular(upper, jnp.eye(gram.shape[0], dtype=gram.dtype), lower=False)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "block", "own_grid"))
-def _feedback(w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Array, *, spec: GridSpec, block: int,
-              own_grid: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("spec", "clip"))
+def _make_grid(w: jax.Array, diagonal: jax.Array, *, spec: GridSpec, clip: bool) -> tuple[jax.Array, jax.Array]:
+    """Grids of w [k, n]; `diagonal` [k] has each row's U_ii."""
+    return make_grid(w, spec, best_shrinks(w, 1 / jnp.square(diagonal), spec) if clip else 1.0)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "block", "own_grid", "clip"))
+def _feedback(w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Array, *, spec: GridSpec, block: int, own_grid: bool,
+              clip: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The loop over blocks of rows.
 
     Args:
       w: [k, n] in the order of rounding.
       factor: U in that order.
       scales, zeros: one row for each row of w; with `own_grid` one for each block, and filled here.
+      clip: whether grids made here are narrowed.
 
     Returns:
       (codes float32 [k, n], scales, zeros).
@@ -107,7 +117,7 @@ def _feedback(w: jax.Array, factor: jax.Array, scales: jax.Array, zeros: jax.Arr
         rows = jax.lax.dynamic_slice_in_dim(w, start, block)
         corner = jax.lax.dynamic_slice(factor, (start, start), (block, block))
         if own_grid:
-            scale, zero = make_grid(rows, grid_of_block)  # [1, n]
+            scale, zero = _make_grid(rows, jnp.diagonal(corner), spec=grid_of_block, clip=clip)  # [1, n]
             scales, zeros = (jax.lax.dynamic_update_slice_in_dim(old, new, i, 0) for old, new in ((scales, scale), (zeros, zero)))
             scale, zero = jnp.broadcast_to(scale, rows.shape), jnp.broadcast_to(zero, rows.shape)
         else:

@@ -28,6 +28,8 @@ PANELS = 8
 NUM_LARGE = 16
 """Tokens of a batch, those of the largest activations, that a Gram matrix sums apart from the others."""
 BATCH_TOKENS = 4096
+SENSITIVITY_TOKENS = 1024
+"""Tokens, of the first windows, that output sensitivities are the means of, at least one window."""
 
 Params = dict[str, jax.Array]
 
@@ -54,18 +56,21 @@ class FloatModel:
         return self.read("embedding.weight")[tokens].astype(np.float32)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["gram", "magnitude"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["gram", "magnitude", "sensitivity"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputStatistics:
     """What a linear's calibration inputs X [tokens, k] leave behind."""
 
-    gram: jax.Array       # X^T X, float32 [k, k]; below the panels' diagonal zero until `mirrored`
-    magnitude: jax.Array  # sum over tokens of |X|, float32 [k]
+    gram: jax.Array         # X^T X, float32 [k, k]; below the panels' diagonal zero until `mirrored`
+    magnitude: jax.Array    # sum over tokens of |X|, float32 [k]
+    sensitivity: jax.Array  # how much the layer's output turns with each output column, float32 [n], see `sensitivities`
 
 
-def zero_statistics(widths: Mapping[str, int]) -> dict[str, InputStatistics]:
-    """Before any token: linear -> zeros for its input width k."""
-    return {name: InputStatistics(gram=jnp.zeros((k, k), jnp.float32), magnitude=jnp.zeros((k,), jnp.float32)) for name, k in widths.items()}
+def zero_statistics(config: ModelConfig) -> dict[str, InputStatistics]:
+    """Before any token: linear -> zeros, and every output column alike."""
+    outputs = output_widths(config)
+    return {name: InputStatistics(gram=jnp.zeros((k, k), jnp.float32), magnitude=jnp.zeros((k,), jnp.float32),
+                                  sensitivity=jnp.ones((outputs[name],), jnp.float32)) for name, k in input_widths(config).items()}
 
 
 def input_widths(config: ModelConfig) -> dict[str, int]:
@@ -142,8 +147,48 @@ def observe(x: jax.Array, params: Params, statistics: dict[str, InputStatistics]
     for name, recorder in recorders.items():
         assert recorder.seen is not None, f"{name} was not called"
         old, magnitude = statistics[name], jnp.sum(jnp.abs(recorder.seen.astype(jnp.float32)), axis=0)
-        updated[name] = InputStatistics(gram=_add_gram(old.gram, recorder.seen), magnitude=old.magnitude + magnitude)
+        updated[name] = dataclasses.replace(old, gram=_add_gram(old.gram, recorder.seen), magnitude=old.magnitude + magnitude)
     return out, updated
+
+
+class _Shifted:
+    """Stands in for a linear while a layer is traced, and adds to its output."""
+
+    def __init__(self, linear: Callable[[jax.Array], jax.Array], shift: jax.Array) -> None:
+        self.linear, self.shift = linear, shift
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = self.linear(x)
+        return out + self.shift.reshape(out.shape).astype(out.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "graph"))
+def sensitivities(x: jax.Array, params: Params, *, config: ModelConfig, graph: nnx.GraphDef[DecoderLayer]) -> dict[str, jax.Array]:
+    """What an error in each output column of each linear does to the layer's output, to first order.
+
+    With y the layer's output at a token over its root mean square (the next norm divides by that) and z the output of a linear, column
+    j has the sensitivity mean over tokens of sum_i (dy_i / dz_j)^2: the squared derivative of r . y, whose mean over random signs r it is,
+    for one draw of r. A query counts by the keys that it meets, a value by the output matrix, a gate by the up that it multiplies.
+
+    Args:
+      x: [S, T, D], the layer's input.
+      params: the layer's, in x's dtype.
+
+    Returns:
+      Linear -> float32 [n].
+    """
+    def normalised(shifts: dict[str, jax.Array]) -> jax.Array:
+        layer = _bound(graph, params)
+        for name, shift in shifts.items():
+            parent, leaf = name.split(".")
+            setattr(getattr(layer, parent), leaf, _Shifted(_at(layer, name), shift))
+        out = _run(config, layer, x).astype(jnp.float32)
+        return out / jax.lax.stop_gradient(jnp.sqrt(jnp.mean(jnp.square(out), axis=-1, keepdims=True) + config.norm_eps))
+
+    shifts = {name: jnp.zeros((x.shape[0] * x.shape[1], n), jnp.float32) for name, n in output_widths(config).items()}
+    y, pull_back = jax.vjp(normalised, shifts)
+    derivatives, = pull_back(jax.random.rademacher(jax.random.key(0), y.shape, jnp.float32))
+    return {name: jnp.mean(jnp.square(derivative), axis=0) for name, derivative in derivatives.items()}
 
 
 def _at(layer: DecoderLayer, name: str) -> Callable[[jax.Array], jax.Array]:
@@ -181,9 +226,9 @@ def on_device(params: Mapping[str, Any], dtype: str) -> Params:
     return {name: jnp.asarray(value, dtype) for name, value in params.items()}
 
 
-def batch_rows(max_len: int) -> int:
+def batch_rows(max_len: int, tokens: int = BATCH_TOKENS) -> int:
     """Windows that go through a layer together."""
-    return max(1, BATCH_TOKENS // max_len)
+    return max(1, tokens // max_len)
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))

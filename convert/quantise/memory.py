@@ -46,7 +46,7 @@ def plan_memory(config: ModelConfig, *, method: str, num_samples: int, max_len: 
 
     Args:
       config: the model.
-      method: a key of METHODS; gptq factors Gram matrices, in float64 where it must.
+      method: a key of METHODS; gptq and awq factor Gram matrices, in float64 where they must, and awq rescales them first.
       num_samples: S, the larger of calibration's and evaluation's.
       max_len: T.
     """
@@ -61,7 +61,7 @@ def plan_memory(config: ModelConfig, *, method: str, num_samples: int, max_len: 
     return MemoryPlan(
         runtime=RUNTIME_BYTES + (anonymous_bytes() or 0), windows=4 * num_samples * max_len * config.dim, layer=12 * weights,
         batch=4 * (activations + scores), grams=4 * sum(k * k for k in inputs.values()),
-        search=24 * widest + (48 if method == "gptq" else 16) * largest_gram,
+        search=24 * widest + {"awq": 52, "gptq": 48, "rtn": 16}[method] * largest_gram,
         evaluation=8 * config.vocab_size * config.dim + 16 * max_len * config.vocab_size)
 
 

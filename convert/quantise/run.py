@@ -22,6 +22,7 @@ from convert.quantise.calibration import TokenWindows, read_windows
 from convert.quantise.grid import round_nearest
 from convert.quantise.layer import (
     LINEARS,
+    SENSITIVITY_TOKENS,
     FloatModel,
     InputStatistics,
     Params,
@@ -31,6 +32,7 @@ from convert.quantise.layer import (
     mirrored,
     observe,
     on_device,
+    sensitivities,
     zero_statistics,
 )
 from convert.quantise.methods import LayerResult, QuantiseConfig, flat, quantise_layer
@@ -180,18 +182,18 @@ def quantise_layers(model: FloatModel, settings: QuantiseConfig, calibration: To
 
 
 def layer_statistics(model: FloatModel, index: int, params: Params, x: np.ndarray | None) -> dict[str, InputStatistics]:
-    """The layer's input statistics; `x` [S, T, D] becomes the layer's output. Without text every input counts alike."""
-    config, widths = model.config, input_widths(model.config)
+    """What the layer's linears read, and how its output answers; `x` [S, T, D] becomes the layer's output. Without text all count alike."""
+    config, statistics = model.config, zero_statistics(model.config)
     if x is None:
-        return {name: InputStatistics(gram=jnp.eye(k), magnitude=jnp.ones(k)) for name, k in widths.items()}
-    statistics, graph, rows = zero_statistics(widths), layer_graph(config, index), batch_rows(x.shape[1])
-    dtype = params["attention.qkv.weight"].dtype
+        return {name: dataclasses.replace(zero, gram=jnp.eye(len(zero.gram)), magnitude=jnp.ones_like(zero.magnitude))
+                for name, zero in statistics.items()}
+    graph, rows, dtype = layer_graph(config, index), batch_rows(x.shape[1]), params["attention.qkv.weight"].dtype
+    first = jnp.asarray(x[:batch_rows(x.shape[1], SENSITIVITY_TOKENS)], dtype)
+    answers = sensitivities(first, params, config=config, graph=graph)
     for start in range(0, len(x), rows):
         out, statistics = observe(jnp.asarray(x[start:start + rows], dtype), params, statistics, config=config, graph=graph)
         x[start:start + rows] = np.asarray(out)
-    for name in widths:
-        statistics[name] = mirrored(statistics[name])
-    return statistics
+    return {name: dataclasses.replace(mirrored(statistics[name]), sensitivity=answer) for name, answer in answers.items()}
 
 
 def final_matrices(model: FloatModel, index: int, result: LayerResult, settings: QuantiseConfig,

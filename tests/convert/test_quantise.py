@@ -13,7 +13,7 @@ from convert.converter import convert
 from convert.quantise import awq, folding
 from convert.quantise.gptq import _inverse_factor, gptq
 from convert.quantise.grid import GridSpec, Rounded, make_grid, relative_error, round_nearest, round_shrunk, values
-from convert.quantise.layer import InputStatistics, _add_gram, mirrored
+from convert.quantise.layer import InputStatistics, _add_gram, forward, layer_graph, mirrored, output_widths, sensitivities
 from convert.quantise.methods import METHODS, QuantiseConfig, quantise_layer
 from convert.source import read_json
 from jaxinfer.engine.compiled import jit_logits
@@ -34,7 +34,7 @@ def correlated(seed: int = 0) -> tuple[jax.Array, InputStatistics]:
     x = rng.standard_normal((2048, 48)) @ rng.standard_normal((48, K)) * np.exp(rng.standard_normal(K)) + rng.standard_normal((2048, K))
     x = x.astype(np.float32)
     return jnp.asarray(0.05 * rng.standard_normal((K, OUT)), jnp.float32), InputStatistics(
-        gram=jnp.asarray(x.T @ x), magnitude=jnp.asarray(np.abs(x).sum(0)))
+        gram=jnp.asarray(x.T @ x), magnitude=jnp.asarray(np.abs(x).sum(0)), sensitivity=jnp.ones(OUT))
 
 
 def error(rounded: Rounded, w: jax.Array, gram: jax.Array) -> float:
@@ -62,7 +62,7 @@ def test_zero_groups_stay_zero(method: str) -> None:
     w = w.at[32:64].set(0.0).at[:, 5].set(0.0)
     if method == "gptq":  # error feedback changes a group that other groups' errors reach; one whose inputs never come is left alone
         statistics = dataclasses.replace(statistics, gram=statistics.gram.at[32:64].set(0.0).at[:, 32:64].set(0.0))
-        rounded = gptq("w", w, statistics.gram, spec=FOUR, damping=0.01, act_order=False)[0]
+        rounded = gptq("w", w, statistics.gram, spec=FOUR, damping=0.01, act_order=False, clip=True)[0]
     elif method == "awq":
         choice = awq.search_scale("w", w, statistics, FOUR, "auto")
         scaled = w * choice.scale[:, None]
@@ -87,8 +87,10 @@ def test_awq_and_gptq_beat_rounding_on_correlated_inputs(group_size: int | None,
     spec = GridSpec(bits=4, group_size=group_size, symmetric=symmetric)
     nearest = error(round_nearest(w, spec=spec), w, statistics.gram)
     for act_order in (False, True):
-        rounded, damping = gptq("w", w, statistics.gram, spec=spec, damping=0.01, act_order=act_order)
+        rounded, damping = gptq("w", w, statistics.gram, spec=spec, damping=0.01, act_order=act_order, clip=False)
         assert damping == 0.01 and error(rounded, w, statistics.gram) < 0.5 * nearest
+        narrowed = gptq("w", w, statistics.gram, spec=spec, damping=0.01, act_order=act_order, clip=True)[0]
+        assert error(narrowed, w, statistics.gram) < error(rounded, w, statistics.gram)
     choice = awq.search_scale("w", w, statistics, spec, "auto")
     assert choice.plain_loss == pytest.approx(nearest, rel=1e-4) and choice.loss < 0.8 * nearest
     scaled, gram = w * choice.scale[:, None], statistics.gram / (choice.scale[:, None] * choice.scale)
@@ -111,8 +113,21 @@ def test_gptq_is_the_sequential_rule() -> None:
         lost = (left[i] - (wanted[i] - zero) * scale) / inverse[i, i]
         left -= np.outer(inverse[:, i], lost)
         inverse = inverse - np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
-    found = gptq("w", w, gram, spec=spec, damping=0.01, act_order=False)[0]
+    found = gptq("w", w, gram, spec=spec, damping=0.01, act_order=False, clip=False)[0]
     assert (np.asarray(found.q) == wanted).mean() > 0.99
+
+
+def test_columns_count_by_their_sensitivity() -> None:
+    """With all sensitivity in half the columns, the scale is judged by their error alone."""
+    w, statistics = correlated()
+    w = w.at[:, OUT // 2:].multiply(30.0)
+    half = dataclasses.replace(statistics, sensitivity=jnp.where(jnp.arange(OUT) < OUT // 2, 3.0, 0.0))
+    choice = awq.search_scale("w", w, half, FOUR, "auto")
+    found = values(round_nearest(w * choice.scale[:, None], spec=FOUR)) / choice.scale[:, None]
+    for loss, approximate in ((choice.loss, found), (choice.plain_loss, values(round_nearest(w, spec=FOUR)))):
+        counted = float(relative_error(approximate[:, :OUT // 2], w[:, :OUT // 2], statistics.gram))
+        assert loss == pytest.approx(counted, rel=1e-3)
+        assert loss != pytest.approx(float(relative_error(approximate, w, statistics.gram)), rel=1e-3)
 
 
 def test_tied_rows_share_their_scale() -> None:
@@ -120,7 +135,7 @@ def test_tied_rows_share_their_scale() -> None:
     rng = np.random.default_rng(0)
     width = config.num_heads * config.head_dim
     x = rng.standard_normal((512, width)).astype(np.float32) * np.exp(rng.standard_normal(width)).astype(np.float32)
-    statistics = InputStatistics(gram=jnp.asarray(x.T @ x), magnitude=jnp.asarray(np.abs(x).sum(0)))
+    statistics = InputStatistics(gram=jnp.asarray(x.T @ x), magnitude=jnp.asarray(np.abs(x).sum(0)), sensitivity=jnp.ones(64))
     choice = awq.search_scale("o", jnp.asarray(rng.standard_normal((width, 64)), jnp.float32), statistics, FOUR, "activation",
                               folding.tie("attention.output", config))
     heads = np.asarray(choice.scale).reshape(config.num_kv_heads, -1, config.head_dim)
@@ -164,6 +179,23 @@ def test_norms_are_divided_into_what_can_be_stored() -> None:
         np.testing.assert_allclose(np.delete(adjusted[linear], 3), np.delete(scales[linear], 3), rtol=2**-7)
 
 
+def test_sensitivity_is_the_squared_derivative_of_the_layers_output(loaded: LoadedModel) -> None:
+    """All down columns alike, by the output's size; exactly zero where nothing reads a column, or where a change changes nothing."""
+    config, graph = loaded.config, layer_graph(loaded.config, 0)
+    layer = {name.removeprefix("layers.0."): value for name, value in loaded.params.items() if name.startswith("layers.0.")}
+    layer["mlp.down.weight"] = layer["mlp.down.weight"].at[5].set(0.0)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, config.dim)), jnp.float32)
+    found = sensitivities(x, layer, config=config, graph=graph)
+    assert {name: value.shape for name, value in found.items()} == {name: (n,) for name, n in output_widths(config).items()}
+    out = forward(x, layer, config=config, graph=graph)
+    np.testing.assert_allclose(found["mlp.down"], float(jnp.mean(1 / jnp.mean(jnp.square(out), -1))), rtol=1e-3)
+    read = np.asarray(found["mlp.gate_up"]).reshape(2, -1)
+    assert not read[:, 5].any() and np.delete(read, 5, axis=1).all()
+    alone = np.asarray(sensitivities(x[:, :1], layer, config=config, graph=graph)["attention.qkv"])
+    parts = alone.reshape(3, -1) if config.stacked_qkv else np.moveaxis(alone.reshape(config.num_kv_heads, -1, config.head_dim), 1, 0)
+    assert not parts[:-1].any() and parts[-1].all(), "a token that sees only itself: its query and key do nothing"
+
+
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return jaxinfer.load(convert(FIXTURES / "qwen2_untied", tmp_path_factory.mktemp("m") / "c", dtype="float32", progress=False))
@@ -175,7 +207,8 @@ def layer_and_statistics(loaded: LoadedModel) -> tuple[dict[str, jax.Array], dic
     for name in folding.LINEARS:
         k = layer[f"{name}.weight"].shape[0]
         x = (rng.standard_normal((256, k)) * np.exp(rng.standard_normal(k))).astype(np.float32)
-        statistics[name] = InputStatistics(gram=jnp.asarray(x.T @ x), magnitude=jnp.asarray(np.abs(x).sum(0)))
+        columns = layer[f"{name}.weight"].size // k
+        statistics[name] = InputStatistics(gram=jnp.asarray(x.T @ x), magnitude=jnp.asarray(np.abs(x).sum(0)), sensitivity=jnp.ones(columns))
     return layer, statistics
 
 
@@ -194,7 +227,7 @@ def test_what_is_not_finite_is_named(qwen2: LoadedModel) -> None:
     huge = dataclasses.replace(statistics["mlp.down"], gram=jnp.full_like(statistics["mlp.down"].gram, 3e38))
     refused("layers.7.mlp.down: the loss without scaling is", layer, statistics | {"mlp.down": huge})
     with pytest.raises(NonFiniteError, match="w: the Hessian .* even at damping = 1: nothing is saved"):
-        gptq("w", correlated()[0], -correlated()[1].gram, spec=FOUR, damping=0.01, act_order=False)
+        gptq("w", correlated()[0], -correlated()[1].gram, spec=FOUR, damping=0.01, act_order=False, clip=False)
 
 
 def test_a_few_huge_tokens_are_factored_in_float64() -> None:
@@ -204,7 +237,7 @@ def test_a_few_huge_tokens_are_factored_in_float64() -> None:
     x[0] *= 3e4
     gram, w = jnp.asarray(x.T @ x, jnp.float32), correlated()[0]
     assert not np.isfinite(np.asarray(_inverse_factor(gram, 1e-6))).all(), "the case is one that float32 cannot factor"
-    rounded, damping = gptq("w", w, gram, spec=FOUR, damping=1e-6, act_order=False)
+    rounded, damping = gptq("w", w, gram, spec=FOUR, damping=1e-6, act_order=False, clip=False)
     assert damping == 1e-6 and error(rounded, w, gram) < error(round_nearest(w, spec=FOUR), w, gram)
 
 
@@ -213,7 +246,7 @@ def test_a_huge_token_does_not_swamp_the_gram_matrix() -> None:
     x = rng.standard_normal((1024, 64)).astype(np.float32)
     x[0] = 3e4 * np.sign(x[0])
     exact = x.astype(np.float64).T @ x.astype(np.float64)
-    zero = InputStatistics(gram=jnp.zeros((64, 64)), magnitude=jnp.zeros(64))
+    zero = InputStatistics(gram=jnp.zeros((64, 64)), magnitude=jnp.zeros(64), sensitivity=jnp.ones(64))
     found = np.asarray(mirrored(dataclasses.replace(zero, gram=_add_gram(zero.gram, jnp.asarray(x)))).gram, np.float64)
     plain = np.asarray(jnp.matmul(jnp.asarray(x).T, jnp.asarray(x), precision="highest"), np.float64)
     assert np.array_equal(found, found.T) and np.abs(found - exact).max() < 0.5 * np.abs(plain - exact).max()
@@ -222,7 +255,7 @@ def test_a_huge_token_does_not_swamp_the_gram_matrix() -> None:
 def test_damping_is_raised_where_it_must_be_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     w, statistics = correlated()
     diagonal = jnp.diagonal(statistics.gram).mean()
-    rounded, damping = gptq("w", w, statistics.gram - 0.05 * diagonal * jnp.eye(K), spec=FOUR, damping=0.01, act_order=False)
+    rounded, damping = gptq("w", w, statistics.gram - 0.05 * diagonal * jnp.eye(K), spec=FOUR, damping=0.01, act_order=False, clip=False)
     assert damping == pytest.approx(0.1) and "w: its Hessian has no Cholesky factor at damping = 0.01; 0.1 was taken" in caplog.text
     assert error(rounded, w, statistics.gram) < error(round_nearest(w, spec=FOUR), w, statistics.gram)
 
@@ -230,6 +263,7 @@ def test_damping_is_raised_where_it_must_be_and_that_is_said(caplog: pytest.LogC
 @pytest.mark.parametrize("settings, message", [
     ({"method": "gguf"}, "method = 'gguf': must be one of awq, gptq, rtn"),
     ({"awq_scaling": "best"}, "awq_scaling = 'best'"),
+    ({"awq_rounding": "up"}, "awq_rounding = 'up': must be one of feedback, nearest"),
     ({"damping": 0.0}, "damping = 0.0"),
     ({"num_int8": -1}, "keep_int8 = auto:-1"),
     ({"compute_dtype": "float16"}, "compute_dtype = 'float16'"),

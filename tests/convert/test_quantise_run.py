@@ -84,6 +84,15 @@ def test_a_quantised_checkpoint_is_whole_and_says_where_it_comes_from(tmp_path: 
     assert sum(found["errors"].values()) < 0.9 * sum(nearest.values())
 
 
+def test_awq_by_the_paper_rounds_to_nearest(tmp_path: Path, base: Path, text: Path) -> None:
+    """Feedback has less output error than rounding to nearest on the same scales; clipping to nearest says how many groups it took."""
+    nearest, feedback = (quantise(base, tmp_path / rounding, settings=QuantiseConfig(method="awq", grid=GRID, awq_rounding=rounding),
+                                  texts=texts(text)) for rounding in ("nearest", "feedback"))
+    assert sum(feedback["errors"].values()) < 0.9 * sum(nearest["errors"].values())
+    for found, key in ((nearest, "clipped_groups"), (feedback, "damping")):
+        assert all(key in choice for layer in found["choices"].values() for choice in layer.values())
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, base: Path, text: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     settings = QuantiseConfig(method=method, grid=GRID)
