@@ -104,10 +104,8 @@ def _int4() -> dict[str, Callable[[], Case]]:
         "kernel-int4-qkv-t16": functools.partial(_int4_matmul, 16, 3584, 4608),
         "kernel-int4-qkv-t64": functools.partial(_int4_matmul, 64, 3584, 4608),
         "kernel-int4-gate-up-t32": functools.partial(_int4_matmul, 32, 3584, 37888),
-        "kernel-int4-down-t32": functools.partial(_int4_matmul, 32, 18944, 3584),
         "kernel-int4-gate-up-t64": functools.partial(_int4_matmul, 64, 3584, 37888),
         "kernel-int4-down-t128": functools.partial(_int4_matmul, 128, 18944, 3584),
-        "kernel-int4-group32-t128": functools.partial(_int4_matmul, 128, 3584, 4608, group_size=32),
         "kernel-int4-group32-t8": functools.partial(_int4_matmul, 8, 3584, 4608, group_size=32),
         "kernel-int8-f16-t8": functools.partial(_int4_matmul, 8, 3584, 4608, bits=8, dtype=jnp.float16),
     }

@@ -169,8 +169,7 @@ def test_a_stop_string_in_the_midst_of_a_loop_ends_the_text_there(make_guided):
     prompts = [{"prompt_token_ids": [65, 66, 67]}, {"prompt_token_ids": [80, 81]}]
     params = jaxinfer.SamplingParams(max_tokens=40, **GREEDY)
     llm = make_guided(num_scheduler_steps=K)
-    single = make_guided()
-    free = single.generate(prompts, params)
+    free = llm.generate(prompts, params)
     text = free[0].outputs[0].text
     stop = next(text[i:i + 2] for i in range(len(text) // 2, len(text)) if text.find(text[i:i + 2]) == i)
     got, counts = run(llm, prompts, [dataclasses.replace(params, stop=[stop]), params])

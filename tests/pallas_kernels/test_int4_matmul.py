@@ -162,7 +162,6 @@ WGMMA_TILES = {  # strips, warpgroups, splits, places, values of k of a place; a
     "two_strips_whole_places": ((2, 1, 1, 4, 256), Case(m=3, k=1792, n=136, group_size=128)),
     "two_strips_half_places": ((2, 1, 2, 4, 128), Case(m=20, k=768, n=136, group_size=64)),
     "two_shares": ((1, 2, 2, 2, 256), Case(m=3, k=1792, n=136, group_size=128)),
-    "two_shares_half_places": ((1, 2, 1, 3, 128), Case(m=20, k=768, n=72, group_size=256, bits=8, dtype="float16")),
     "scaled_weights_two_shares": ((1, 2, 1, 4, 64), Case(m=20, k=768, n=72, group_size=32)),
     "scaled_weights_two_strips": ((2, 1, 1, 4, 64), Case(m=140, k=512, n=136, group_size=128)),
 }
