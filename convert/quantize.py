@@ -44,8 +44,8 @@ def _define_what(values: flags.FlagValues) -> None:
 
 def _define_how(values: flags.FlagValues) -> None:
     """Method and grid."""
-    flags.DEFINE_enum("method", "awq", ["awq", "gptq", "rtn"], "awq searches scales and clipping, gptq feeds rounding errors back, rtn rounds "
-                      "to nearest.", flag_values=values)
+    flags.DEFINE_enum("method", "awq", ["awq", "gptq", "rtn"], "awq searches scales and clipping and, as gptq does, feeds "
+                      "rounding errors back; rtn rounds to nearest.", flag_values=values)
     flags.DEFINE_enum("bits", "4", ["4", "8"], "Bits of a weight.", flag_values=values)
     flags.DEFINE_enum("group_size", "128", GROUP_SIZES, "Inputs that share a scale.", flag_values=values)
     flags.DEFINE_bool("zero_point", True, "Give each group a zero point; --nozero_point is symmetric.", flag_values=values)

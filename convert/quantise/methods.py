@@ -20,7 +20,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16")
 AWQ_ROUNDINGS = ("feedback", "nearest")
 DAMPING = {"awq": 0.1, "gptq": 0.01}
 """Where none is given. The usual 0.01 fits a few thousand calibration tokens closer and other text less well; but without awq's scales 0.1 is
-no better for Qwen2.5-Coder-0.5B (perplexity +5.2 % for +5.6 %) and worse for SmolLM2 (+21.6 % for +15.4 %)."""
+little better for Qwen2.5-Coder-0.5B (perplexity +5.2 % for +5.6 %) and worse for SmolLM2 (+21.6 % for +15.4 %)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def _gptq(layer: str, params: Params, statistics: Mapping[str, InputStatistics],
 
 def _awq(layer: str, params: Params, statistics: Mapping[str, InputStatistics], settings: QuantiseConfig, config: ModelConfig,
          dtype: np.dtype) -> tuple[Params, folding.Scales, dict[str, Rounded], dict[str, dict[str, Any]]]:
-    """Scales for each linear's input, folded into what feeds it; then rounding with error feedback, or clipping and rounding to nearest."""
+    """Scales for each linear's input, folded into what feeds it; then clipping, and rounding with error feedback or to nearest."""
     choices = {
         name: awq.search_scale(f"{layer}.{name}", flat(params[f"{name}.weight"]), statistics[name], settings.grid, settings.awq_scaling,
                                folding.tie(name, config))
