@@ -179,6 +179,7 @@ def test_norms_are_divided_into_what_can_be_stored() -> None:
         np.testing.assert_allclose(np.delete(adjusted[linear], 3), np.delete(scales[linear], 3), rtol=2**-7)
 
 
+@pytest.mark.parametrize("loaded", ["qwen1_tiny", "qwen3"], indirect=True)  # stacked qkv; a group's heads, their norms
 def test_sensitivity_is_the_squared_derivative_of_the_layers_output(loaded: LoadedModel) -> None:
     """All down columns alike, by the output's size; exactly zero where nothing reads a column, or where a change changes nothing."""
     config, graph = loaded.config, layer_graph(loaded.config, 0)
