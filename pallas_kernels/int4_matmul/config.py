@@ -123,8 +123,9 @@ DEQUANTIZE_MIN_M = {(8, 0): 257, (9, 0): 513}
 # a core 24 bytes a cycle.
 TILE_ISSUE, TILE_LATENCY, BLOCK_LATENCY, SPLIT_LATENCY, BYTES_A_CYCLE, CORE_BYTES_A_CYCLE = 300, 1200, 1800, 3500, 2000, 24
 
-# Measured by bench.kernels.int4_sweep on an H200 on 2026-11-30, (k, n, block_m) -> tiles. Groups of 128, 4 bits. The device's us, the kernel
-# that adds up splits included; in brackets those of scaled weights and one warpgroup a strip.
+# Measured on an H200 on 2026-11-30 (bench/results/sweep-int4-nvidia-h200.json; bench.kernels.int4_sweep prints such lines), (k, n, block_m)
+# -> tiles. Groups of 128, 4 bits. The device's us, the kernel that adds up splits included; in brackets those of scaled weights and one
+# warpgroup a strip.
 MOSAIC_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}  # warpgroups, splits, stages, strips
 WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {  # strips, warpgroups, splits, stages, token stages, place_k
     (3584, 4608, 32): (1, 4, 1, 2, 2, 256),     # 8.7

@@ -50,13 +50,7 @@ def nibble_mask(*, interpret: bool) -> jax.Array:
     return through_lanes()
 
 
-def can_sum_tokens(bits: int, dtype: Any) -> bool:
-    """Whether codes may go into a product as 128 + q, sums of x making up for it. float16's 1024 + q would cost 8 bits of 24."""
-    return (bits, jnp.dtype(dtype)) == (4, jnp.bfloat16)
-
-
-def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, layout: Any, out_layout: Any = None,
-                  interpret: bool) -> jax.Array:
+def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, layout: Any, interpret: bool) -> jax.Array:
     """One plane of 4-bit codes as the left operand of a product: q + MAGIC's whole number, exactly; nothing is taken off.
 
     Args:
@@ -65,7 +59,6 @@ def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, 
       mask: `nibble_mask`.
       dtype: bfloat16 or float16.
       layout: MMA_LHS of that width.
-      out_layout: WGMMA, whose registers are those of MMA_LHS; None: `layout`.
       interpret: forms for the interpreter.
     Returns:
       [64, J] dtype.
@@ -79,10 +72,9 @@ def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, 
         registers = np.empty(x.registers.shape, dtype=object)
         for index, register in np.ndenumerate(x.registers):
             registers[index] = utils.bitcast(_pick(utils.bitcast(register, word), 4 * plane, _only(mask), magic), pair)
-        native = (out_layout or layout).to_mgpu()
-        return mgpu.FragmentedArray(_registers=registers.reshape(native.registers_shape(x.shape)), _layout=native, _is_signed=None)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    out = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=out_layout or layout)
+    out = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=layout)
     return plgpu.inline_mgpu(arg_types=(layout, plgpu.Layout.WG_SPLAT(())), return_type=out)(convert)(words, mask)
 
 

@@ -47,6 +47,11 @@ def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: MosaicConfig, i
     return launch(_kernel, *arrays, bits=bits, out_dtype=out_dtype, config=config, interpret=interpret)
 
 
+def sums_tokens(block_m: int, bits: int, dtype: Any) -> bool:
+    """Whether codes go into the product as 128 + q, sums of x making up for it. float16's 1024 + q would cost 8 bits of 24."""
+    return (block_m, bits, jnp.dtype(dtype)) == (8, 4, jnp.bfloat16)
+
+
 def pieces(group_k: int, num_k: int) -> Iterator[tuple[int, int, int]]:
     """(first k of the chunk, k, values) of what is multiplied at a time: a chunk of a tile, or a group where that is less."""
     size = min(group_k, CHUNK)
@@ -61,7 +66,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     num_tiles, num_words, num_planes = packed.shape[1], packed.shape[3], layout.planes(bits)
     group_k = config.group_k
     num_shares, num_strips, num_threads = config.splits * config.warpgroups, packed.shape[0], config.warpgroups * config.strips
-    by_sums = block_m == 8 and fragments.can_sum_tokens(bits, dtype)
+    by_sums = sums_tokens(block_m, bits, dtype)
     acc_layout, lhs_layout, rhs_layout = plgpu.Layout.MMA_ACC(dtype), plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
     row_layout = acc_layout.reduce(1)
     parameters = functools.partial(fragments.row_parameters, num_rows=TILE_N, layout=row_layout, interpret=interpret)

@@ -31,9 +31,8 @@ from pallas_kernels.int4_matmul import fragments, layout
 from pallas_kernels.int4_matmul.config import PIECE_K, WgmmaConfig
 from pallas_kernels.int4_matmul.launch import launch
 
-PIECE = PIECE_K     # one swizzled row of 16-bit values
 TILE_N, TILE_K = layout.TILE_N, layout.TILE_K
-PIECES = TILE_K // PIECE
+PIECES = TILE_K // PIECE_K
 # Registers hold neither two pieces at a time nor the words of a tile: in blocks of so many warpgroups, 96 a thread, and beside two accumulators
 # of so many tokens, 128 of 255.
 TIGHT_THREADS, TIGHT_BLOCK_M = 5, 128
@@ -116,10 +115,10 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         def weights_of(words: Words, piece: int, rows: tuple[tuple[jax.Array, ...], ...]) -> jax.Array:
             """A piece of the weights, [64, 64], made of two halves where a group is half of it."""
             picked, plane = words(piece)
-            size = min(group_k, PIECE)
+            size = min(group_k, PIECE_K)
             out = []
-            for at in range(0, PIECE, size):
-                scale, *zero = rows[(piece * PIECE + at) // group_k]
+            for at in range(0, PIECE_K, size):
+                scale, *zero = rows[(piece * PIECE_K + at) // group_k]
                 part = fragments.part(picked, at, size, axis=1, layout=lhs_layout, interpret=interpret)
                 out.append(fragments.operand(part, plane, zero[0] if zero else None, scale, mask=mask, bits=bits, dtype=dtype,
                                              layout=lhs_layout, row_layout=row_layout, is_scale_exact=scales.dtype == dtype,
@@ -134,11 +133,11 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                     plgpu.barrier_wait(x_full.at[place_of(j * places_a_tile + i)[1]])
 
             def tokens_of(piece: int) -> Any:
-                i, k = divmod(piece * PIECE, place_k)
-                return x_smem.at[member, place_of(j * places_a_tile + i)[0], :, pl.ds(k, PIECE)].T
+                i, k = divmod(piece * PIECE_K, place_k)
+                return x_smem.at[member, place_of(j * places_a_tile + i)[0], :, pl.ds(k, PIECE_K)].T
 
             def run(product: Any) -> jax.Array:
-                for piece in range(first // PIECE, end // PIECE):
+                for piece in range(first // PIECE_K, end // PIECE_K):
                     plgpu.wgmma(product, codes_of(words, piece, zero), tokens_of(piece))
                     if is_tight:
                         plgpu.wgmma_wait(0)
@@ -146,7 +145,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
 
             if interpret:  # which knows no left operand in registers
                 found = jnp.zeros((TILE_N, block_m), jnp.float32)
-                for piece in range(first // PIECE, end // PIECE):
+                for piece in range(first // PIECE_K, end // PIECE_K):
                     found += lax.dot(codes_of(words, piece, zero), tokens_of(piece)[...], preferred_element_type=jnp.float32)
             else:
                 found = pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
@@ -161,14 +160,14 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             plgpu.barrier_wait(w_full.at[group * stages + slot])
 
             def load(c: int) -> jax.Array:
-                return plgpu.load(w_smem.at[group, slot, :, pl.ds(c, PIECE)], layout=lhs_layout)
+                return plgpu.load(w_smem.at[group, slot, :, pl.ds(c, PIECE_K)], layout=lhs_layout)
 
-            kept = {} if is_tight else {c: load(c) for c in range(0, num_words, PIECE)}
+            kept = {} if is_tight else {c: load(c) for c in range(0, num_words, PIECE_K)}
 
             def words(piece: int) -> tuple[jax.Array, int]:
                 """The words that hold a piece, [64, 64], and its plane in them."""
-                plane, c = divmod(piece * PIECE, num_words)
-                return kept[c // PIECE * PIECE] if kept else load(c // PIECE * PIECE), plane
+                plane, c = divmod(piece * PIECE_K, num_words)
+                return kept[c // PIECE_K * PIECE_K] if kept else load(c // PIECE_K * PIECE_K), plane
 
             return words
 
