@@ -8,6 +8,7 @@ with the gap before it. Results are held against XLA's. The result file is writt
 """
 
 import concurrent.futures
+import dataclasses
 import fcntl
 import functools
 import math
@@ -19,12 +20,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from absl import app, flags
 
-from bench import report
+from bench import profiling, report
+from bench.kernels.int4 import GROUP_SIZE, operands
+from bench.kernels.int4 import SHAPES as ALL_SHAPES
+from bench.kernels.running import FAILURES, reason_of
+from pallas_kernels import int4_matmul
+from pallas_kernels.dispatch import Target, current_target
+from pallas_kernels.int4_matmul import kernel_mosaic, kernel_wgmma
+from pallas_kernels.int4_matmul.api import matmul_spec
+from pallas_kernels.int4_matmul.config import (
+    WGMMA_WARPGROUPS,
+    MatmulSpec,
+    MosaicConfig,
+    WgmmaConfig,
+    mosaic_config,
+    mosaic_refusal,
+    mosaic_shared_bytes,
+    wgmma_config,
+    wgmma_refusal,
+    wgmma_shared_bytes,
+)
 
 _MS = flags.DEFINE_list("ms", ["8", "16", "32", "64", "128"], "Tokens.")
-_SHAPES = flags.DEFINE_list("shapes", ["qkv", "o", "gate+up", "down", "up"], "Matrices of Qwen2-7B.")
+_SHAPES = flags.DEFINE_list("shapes", list(ALL_SHAPES), "Matrices of Qwen2-7B.")
 _PROCESSES = flags.DEFINE_integer("processes", 10, "Of them at a time.", lower_bound=1)
 _NAME = flags.DEFINE_string("name", "int4-sweep", "Name of the result file.")
 _FOLDER = flags.DEFINE_string("folder", None, "Where the result file goes; default: bench/results.")
@@ -42,20 +64,8 @@ WGMMA = {32: ((5, 1, 1, 3, 4, 256), (2, 2, 1, 2, 4, 256), (1, 4, 1, 2, 2, 256), 
          256: ((2, 1, 1, 4, 4, 64), (1, 1, 1, 4, 4, 64), (2, 1, 4, 4, 4, 64))}
 
 
-def configs(spec: Any, target: Any) -> Iterator[tuple[str, Any]]:
+def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, MosaicConfig | WgmmaConfig]]:
     """(table, tiles) that fit the device, first what the op takes by itself."""
-    import dataclasses
-
-    from pallas_kernels.int4_matmul.config import (
-        WGMMA_WARPGROUPS,
-        mosaic_config,
-        mosaic_refusal,
-        mosaic_shared_bytes,
-        wgmma_config,
-        wgmma_refusal,
-        wgmma_shared_bytes,
-    )
-
     if mosaic_refusal(spec, target) is None and spec.m in MOSAIC:
         own = mosaic_config(spec, target)
         tried = [own, *(dataclasses.replace(own, warpgroups=w, splits=p, stages=t, strips=s) for w, p, t, s in MOSAIC[spec.m])]
@@ -72,32 +82,23 @@ def configs(spec: Any, target: Any) -> Iterator[tuple[str, Any]]:
                 yield "WGMMA_MEASURED", wide
 
 
-def tiles_of(table: str, config: Any) -> tuple[int, ...]:
+def tiles_of(config: MosaicConfig | WgmmaConfig) -> tuple[int, ...]:
     """As in config.py's tables."""
-    if table == "MOSAIC_MEASURED":
+    if isinstance(config, MosaicConfig):
         return config.warpgroups, config.splits, config.stages, config.strips
     return config.strips, config.warpgroups, config.splits, config.stages, config.token_stages, config.place_k
 
 
 def try_all(shape: str, m: int, lock: str) -> list[dict[str, Any]]:
     """A line for each candidate of a shape and m, best first; those that failed last, with the reason. Runs in a process of its own."""
-    import jax
-
-    from bench.kernels.int4 import GROUP_SIZE, SHAPES, operands
-    from bench.kernels.running import FAILURES, reason_of
-    from pallas_kernels import int4_matmul
-    from pallas_kernels.dispatch import current_target
-    from pallas_kernels.int4_matmul import kernel_mosaic, kernel_wgmma
-    from pallas_kernels.int4_matmul.api import matmul_spec
-
-    k, n = SHAPES[shape]
+    k, n = ALL_SHAPES[shape]
     sets: list[Any] = [(*operands(key, m=m, k=k, n=n), None) for key in range(max(4, min(16, math.ceil(ROTATE_BYTES / (k * n / 2)))))]
     spec = matmul_spec(*sets[0], group_size=GROUP_SIZE, bits=4, out_dtype=None)
     expected = int4_matmul(*sets[0][:4], group_size=GROUP_SIZE, implementation="xla")
     lines: list[dict[str, Any]] = []
     for table, config in configs(spec, current_target()):
         kernel: Any = kernel_mosaic if table == "MOSAIC_MEASURED" else kernel_wgmma
-        line = {"shape": shape, "m": m, "table": table, "key": [k, n, config.block_m], "tiles": list(tiles_of(table, config))}
+        line = {"shape": shape, "m": m, "table": table, "key": [k, n, config.block_m], "tiles": list(tiles_of(config))}
         try:
             run = functools.partial(kernel.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype, config=config, interpret=False)
             compiled = jax.jit(run).lower(*sets[0]).compile()
@@ -115,11 +116,6 @@ def measure(compiled: Any, sets: list[Any], expected: Any) -> dict[str, Any]:
     Raises:
       RuntimeError: the profile holds no kernel.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from bench import profiling
-
     first = jax.block_until_ready(compiled(*sets[0]))
     figures = profiling.profile(lambda: jax.block_until_ready([compiled(*arrays) for _ in range(ROUNDS) for arrays in sets]))
     if not figures:
@@ -131,8 +127,11 @@ def measure(compiled: Any, sets: list[Any], expected: Any) -> dict[str, Any]:
 
 
 def main(_: list[str]) -> None:
-    """Console entry. Looks at no device itself: the processes share one GPU, each with what memory it needs."""
+    """Console entry. The processes share one GPU, each with what memory it needs."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    target = current_target()
+    if target.compute_capability is None:
+        raise app.UsageError(f"sweeping needs an NVIDIA GPU, and this is {target.device_kind}.")
     begun, rows = time.monotonic(), []
     folder = Path(_FOLDER.value) if _FOLDER.value else None
     with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ProcessPoolExecutor(
