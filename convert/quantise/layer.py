@@ -140,8 +140,7 @@ def observe(x: jax.Array, params: Params, statistics: dict[str, InputStatistics]
     layer = _bound(graph, params)
     recorders = {name: _Recorder(_at(layer, name)) for name in LINEARS}
     for name, recorder in recorders.items():
-        parent, leaf = name.split(".")
-        setattr(getattr(layer, parent), leaf, recorder)
+        _put(layer, name, recorder)
     out = _run(config, layer, x)
     updated = {}
     for name, recorder in recorders.items():
@@ -180,8 +179,7 @@ def sensitivities(x: jax.Array, params: Params, *, config: ModelConfig, graph: n
     def normalised(shifts: dict[str, jax.Array]) -> jax.Array:
         layer = _bound(graph, params)
         for name, shift in shifts.items():
-            parent, leaf = name.split(".")
-            setattr(getattr(layer, parent), leaf, _Shifted(_at(layer, name), shift))
+            _put(layer, name, _Shifted(_at(layer, name), shift))
         out = _run(config, layer, x).astype(jnp.float32)
         return out / jax.lax.stop_gradient(jnp.sqrt(jnp.mean(jnp.square(out), axis=-1, keepdims=True) + config.norm_eps))
 
@@ -189,6 +187,11 @@ def sensitivities(x: jax.Array, params: Params, *, config: ModelConfig, graph: n
     y, pull_back = jax.vjp(normalised, shifts)
     derivatives, = pull_back(jax.random.rademacher(jax.random.key(0), y.shape, jnp.float32))
     return {name: jnp.mean(jnp.square(derivative), axis=0) for name, derivative in derivatives.items()}
+
+
+def _put(layer: DecoderLayer, name: str, linear: Callable[[jax.Array], jax.Array]) -> None:
+    parent, leaf = name.split(".")
+    setattr(getattr(layer, parent), leaf, linear)
 
 
 def _at(layer: DecoderLayer, name: str) -> Callable[[jax.Array], jax.Array]:
