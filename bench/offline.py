@@ -41,6 +41,7 @@ _PAGE_SIZE = flags.DEFINE_integer("page_size", None, "Engine setting.", flag_val
 _MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer("max_num_batched_tokens", None, "Engine setting.", lower_bound=1, flag_values=_FLAGS)
 _TOKEN_BUCKETS = flags.DEFINE_list("token_buckets", None, "Engine setting.", flag_values=_FLAGS)
 _BURST = flags.DEFINE_integer("num_scheduler_steps", None, "Engine setting.", lower_bound=1, upper_bound=32, flag_values=_FLAGS)
+_PARALLEL = flags.DEFINE_integer("tensor_parallel_size", 1, "Engine setting.", lower_bound=1, flag_values=_FLAGS)
 _ATTENTION = flags.DEFINE_string("attention_implementation", "auto", "Engine setting.", flag_values=_FLAGS)
 _HF_PYTHON = flags.DEFINE_string("hf_python", None, "Interpreter with torch and transformers: runs the peer beside, on the same prompts' size.",
                                  flag_values=_FLAGS)
@@ -64,11 +65,11 @@ def make_engine(dtype: str, max_num_seqs: int) -> "LLM":
         "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS.value, "num_scheduler_steps": _BURST.value,
         "token_buckets": tuple(map(int, _TOKEN_BUCKETS.value)) if _TOKEN_BUCKETS.value else None}
     if _SHAPE.value is None:
-        return jaxinfer.LLM(str(_MODEL.value), **settings)
+        return jaxinfer.LLM(str(_MODEL.value), **settings, tensor_parallel_size=_PARALLEL.value)
     if _SHAPE.value not in SHAPES:
         raise app.UsageError(f"--shape={_SHAPE.value}: must be one of {', '.join(SHAPES)}.")
     config = SHAPES[_SHAPE.value] if _QUANTIZATION.value is None else quantized(SHAPES[_SHAPE.value], _QUANTIZATION.value)
-    return jaxinfer.LLM.from_model(random_model(config, dtype=dtype, seed=0), **settings)
+    return jaxinfer.LLM.from_model(random_model(config, dtype=dtype, seed=0, tensor_parallel_size=_PARALLEL.value), **settings)
 
 
 def random_prompts(llm: "LLM", lengths: list[int], seed: int) -> list[dict[str, list[int]]]:

@@ -7,16 +7,17 @@ from jaxinfer.sampling.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxinfer.async_llm import AsyncLLM
-    from jaxinfer.engine.load import from_params, load
+    from jaxinfer.engine.load import from_params, load, tensor_parallel_shardings
     from jaxinfer.llm import LLM
     from jaxinfer.sampling.processors import register_logits_processor
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "StructuredOutputsParams", "from_params", "load",
-           "register_logits_processor"]
+           "register_logits_processor", "tensor_parallel_shardings"]
 
 _LAZY = {"LLM": ("jaxinfer.llm", "LLM"), "AsyncLLM": ("jaxinfer.async_llm", "AsyncLLM"), "load": ("jaxinfer.engine.load", "load"),
          "from_params": ("jaxinfer.engine.load", "from_params"),
+         "tensor_parallel_shardings": ("jaxinfer.engine.load", "tensor_parallel_shardings"),
          "register_logits_processor": ("jaxinfer.sampling.processors", "register_logits_processor")}
 
 

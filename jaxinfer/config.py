@@ -80,7 +80,8 @@ class EngineConfig:
     compilation_cache_dir: str | None = setting(
         "~/.cache/jaxinfer/xla", "Folder of jax's persistent compilation cache, where the process has set none; None leaves it off.")
 
-    tensor_parallel_size: int = setting(1, "Devices that share every layer.")
+    tensor_parallel_size: int = setting(
+        1, "Devices that share every layer: each holds its heads, its part of the MLP and of the vocabulary, and their KV pages.")
     attention_implementation: str = setting("auto", "Paged attention: auto, or the name of one implementation, which then never falls back.")
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class EngineConfig:
             _require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
         _require(self.page_size is None or self.page_size in PAGE_SIZES, "page_size", self.page_size, f"one of {PAGE_SIZES}")
         for name, least in (("max_model_len", 2), ("num_pages", 2), ("kv_cache_memory_bytes", 1), ("max_num_seqs", 1),
-                            ("max_num_batched_tokens", 1), ("preemption_grace_tokens", 0)):
+                            ("max_num_batched_tokens", 1), ("tensor_parallel_size", 1), ("preemption_grace_tokens", 0)):
             value = getattr(self, name)
             _require(value is None or value >= least, name, value, f"an integer >= {least}")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
@@ -110,8 +111,6 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or (len(value) > 0 and list(value) == sorted(set(value)) and value[0] >= 1), name, value,
                      "a strictly increasing list of integers >= 1")
-        _require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size,
-                 "1: running over several devices is not implemented yet")
         for name in ("token_buckets", "batch_buckets"):
             if self.deterministic and getattr(self, name) is not None:
                 raise ConfigError(f"deterministic = True and {name} = {getattr(self, name)}: deterministic runs every step at one bucket of "

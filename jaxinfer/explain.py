@@ -50,7 +50,8 @@ def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None, 
         path = converted_checkpoint(config.model, dtype=config.dtype)
         model, dtype, valid = _read(path)
     dtype = running_dtype(config.dtype, dtype)
-    weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in abstract_params(model, dtype).values())
+    part = model.part(config.tensor_parallel_size)
+    weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in abstract_params(part, dtype).values())
     return resolve(config, model, hardware, checkpoint_dtype=dtype, num_valid_tokens=valid, weight_bytes=weights)
 
 
@@ -70,12 +71,13 @@ def explain(resolved: ResolvedConfig) -> str:
 
 
 def _settings(r: ResolvedConfig) -> str:
-    m = r.model
+    m, num = r.model, r.engine.tensor_parallel_size
+    each = " each" if num > 1 else ""
     derived = {
         "model": f"{m.architecture}: {m.num_layers} layers, D {m.dim}, {m.num_heads}/{m.num_kv_heads} heads of {m.head_dim}, F {m.mlp_dim}, "
                  f"V {m.vocab_size} ({r.num_valid_tokens} can be sampled)",
         "quantization": "none" if m.quantization is None else f"{m.quantization.method}: {m.quantization.weights}",
-        "hardware": f"{r.hardware.name}, {r.hardware.memory_bytes / 1e9:.1f} GB to plan with",
+        "hardware": f"{f'{num} x ' if num > 1 else ''}{r.hardware.name}, {r.hardware.memory_bytes / 1e9:.1f} GB{each} to plan with",
         "dtype": str(r.dtype), "kv_dtype": str(r.kv_dtype), "max_model_len": r.max_model_len, "max_num_seqs": r.max_num_seqs,
         "max_num_batched_tokens": r.max_num_batched_tokens, "num_scheduler_steps": r.num_scheduler_steps, "page_size": r.page_size,
         "num_pages": r.num_pages,
@@ -113,21 +115,24 @@ def _memory(r: ResolvedConfig) -> str:
             f"{tokens // r.max_model_len} sequences of max_model_len, {r.max_num_seqs} of up to {tokens // r.max_num_seqs}"),
             ("largest step (estimate)", m.step_bytes, ""), ("total", m.total_bytes, ""),
             ("budget", m.budget_bytes, f"gpu_memory_utilization {r.engine.gpu_memory_utilization}")]
-    return "Memory\n" + "\n".join(f"  {name:26} {size / 1e9:9.3f} GB  {note}".rstrip() for name, size, note in rows)
+    each = ", each device" if r.engine.tensor_parallel_size > 1 else ""
+    return f"Memory{each}\n" + "\n".join(f"  {name:26} {size / 1e9:9.3f} GB  {note}".rstrip() for name, size, note in rows)
 
 
 def _roofline(r: ResolvedConfig) -> str:
     if r.hardware.read_bytes_per_s is None:
         return f"Roofline\n  memory bandwidth is {r.hardware.bandwidth_source}"
-    embedding = 0 if r.model.tie_embeddings else r.model.vocab_size * r.model.dim * r.dtype.itemsize
+    part = r.model.part(r.engine.tensor_parallel_size)
+    embedding = 0 if part.tie_embeddings else part.vocab_size * part.dim * r.dtype.itemsize
     read, kv = r.memory.weight_bytes - embedding, r.memory.page_bytes // r.page_size
     lines = []
     for batch in (1, 8, 32, 128):
         if batch <= r.max_num_seqs:
             seconds = (read + batch * 640 * kv) / r.hardware.read_bytes_per_s
             lines.append(f"  batch {batch:4}: {seconds * 1e3:8.2f} ms a step, {batch / seconds:9.0f} tokens/s")
-    return (f"Decode at the memory bandwidth ({r.hardware.read_bytes_per_s / 1e12:.2f} TB/s, {r.hardware.bandwidth_source}), context 640; "
-            "no engine is faster by much\n" + "\n".join(lines))
+    shared = ", without what devices exchange" if r.engine.tensor_parallel_size > 1 else ""
+    return (f"Decode at the memory bandwidth ({r.hardware.read_bytes_per_s / 1e12:.2f} TB/s, {r.hardware.bandwidth_source}), context 640"
+            f"{shared}; no engine is faster by much\n" + "\n".join(lines))
 
 
 def _name(layout: StepLayout) -> str:

@@ -56,13 +56,21 @@ class LLM:
         dtype = running_dtype(config.dtype, stored)
         if config.dtype == "auto" and dtype != stored:
             logger.info("running in %s what is stored in %s; dtype=%r would keep it", dtype, stored, stored)
-        self._start_engine(load(path, dtype=dtype), tokenizer, config, start)
+        loaded = load(path, dtype=dtype, tensor_parallel_size=config.tensor_parallel_size)
+        self._start_engine(loaded, tokenizer, config, start)
 
     @classmethod
     def from_model(cls, model: "LoadedModel", *, tokenizer: "Tokenizer | None" = None, **settings: Any) -> "LLM":
-        """An LLM over weights that are already on the device; they are shared, not copied.
+        """An LLM over weights that are already on a device, or split over several; they are shared, not copied.
 
-        Without a tokenizer, prompts are token ids and texts stay empty.
+        Args:
+          model: from jaxinfer.load or jaxinfer.from_params. Weights that are split must be as `jaxinfer.tensor_parallel_shardings` has
+            them, under any mesh; the engine then runs over as many devices. Where devices hold the same parts, the first of them serve.
+          tokenizer: without one, prompts are token ids and texts stay empty.
+          settings: fields of EngineConfig; vLLM's spellings are accepted.
+
+        Raises:
+          ConfigError: the weights lie in another way; and as for LLM.
         """
         llm = cls.__new__(cls)
         config = EngineConfig.from_settings({"model": str(model.path or ""), **settings})
@@ -75,9 +83,9 @@ class LLM:
         from jaxinfer.groups import Groups
 
         enable_compilation_cache(config.compilation_cache_dir)
-        self.config = config
         self.tokenizer = tokenizer
         self.engine = Engine(model, tokenizer, config)
+        self.config = self.engine.resolved.engine
         self.groups = Groups(self.engine)
         self.startup_s = time.perf_counter() - start
 

@@ -217,6 +217,6 @@ def kv_page_bytes(*, num_layers: int, num_kv_heads: int, page_size: int, head_di
 
 
 def slot_table_bytes(*, max_num_seqs: int, vocab_size: int) -> int:
-    """Bytes of SlotTables, the padding's slot included."""
-    words = 2 * -(-vocab_size // 32) + 2 * NUM_BIASES + NUM_WORDS * NUM_RECENT
+    """Bytes of SlotTables without logit processors, the padding's slot included."""
+    words = 2 * -(-vocab_size // 32) + 2 * NUM_BIASES + NUM_WORDS * NUM_RECENT + 1
     return 4 * (max_num_seqs + 1) * (NUM_RECENT + vocab_size + words)

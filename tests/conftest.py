@@ -11,6 +11,8 @@ if Path("/dev/nvidia0").exists() and any(importlib.util.find_spec(f"jax_cuda{v}_
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 else:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Four devices, for what runs over several: everything else stays on the first.
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")  # of two the last one holds
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.fresh_state import make_state
+from jaxinfer.engine.load import tensor_parallel_shardings
+from jaxinfer.engine.placement import Placement
 from jaxinfer.engine.step import burst, step
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_model
@@ -42,11 +44,14 @@ class Case:
     donated: tuple[int, ...] = ()
     is_kernel: bool = True
     """A kernel must not spill; a step's XLA fusions are XLA's business."""
+    shares: Callable[[Placement], tuple[Any, Any]] | None = None
+    """Of a program that devices run on their shares: the shardings of its arguments and of its results."""
+    num_devices: int = 1
 
 
 def all_cases() -> dict[str, Callable[[], Case]]:
-    """Name -> maker of the case; made lazily, since tracing reads the target. Steps have all their layers, the burst has four: what it
-    must not do, copy a pool or make temporaries that a step does not make, shows in any."""
+    """Name -> maker of the case; made lazily, since tracing reads the target. Steps have all their layers, the burst and
+    the step over two GPUs have four: what they must not do, copy a pool or make temporaries that a step does not make, shows in any."""
     cases: dict[str, Callable[[], Case]] = {}
     for name, heads, kv_heads, head_dim in (("q", 28, 4, 128), ("m", 32, 32, 128), ("h64", 14, 2, 64)):
         for rows in (1, 32, 128):
@@ -60,6 +65,7 @@ def all_cases() -> dict[str, Callable[[], Case]]:
         for rows in (8, 32):
             cases[f"step-decode-{shape.lower()}-b{rows}"] = functools.partial(_step, shape, rows, rows, True)
         cases[f"step-prefill-{shape.lower()}-t2048"] = functools.partial(_step, shape, 2048, 8, False)
+    cases["step-decode-q-b8-2gpus"] = functools.partial(_shared_step, "Q", 8, num_devices=2, num_layers=4)
     cases["burst-decode-q-b8"] = functools.partial(_burst, "Q", 8, num_steps=8, num_layers=4)
     return cases
 
@@ -180,10 +186,27 @@ def _step(shape: str, num_tokens: int, num_rows: int, decode_only: bool) -> Case
     return Case(function=run, arguments=(params, state, _shape((layout.num_words,), np.int32)), donated=(1,), is_kernel=False)
 
 
+def _shared_step(shape: str, num_rows: int, *, num_devices: int, num_layers: int) -> Case:
+    """A decode step of the first layers of a named shape in bfloat16, each layer shared by the devices; the state donated."""
+    config = _first_layers(shape, num_layers)
+    params, state, layout, statics = _model(config, num_rows, num_rows, True)
+    run = functools.partial(step, **{**statics, "graphdef": abstract_model(config.part(num_devices), "bfloat16")[0]})
+
+    def shares(placement: Placement) -> tuple[Any, Any]:
+        whole, state = placement.whole, placement.state
+        return (tensor_parallel_shardings(config, placement.devices), state, whole), (whole, whole, state)
+
+    return Case(function=run, arguments=(params, state, _shape((layout.num_words,), np.int32)), donated=(1,), is_kernel=False, shares=shares,
+                num_devices=num_devices)
+
+
+def _first_layers(shape: str, num_layers: int) -> ModelConfig:
+    return dataclasses.replace(SHAPES[shape], num_layers=num_layers, sliding_windows=SHAPES[shape].sliding_windows[:num_layers])
+
+
 def _burst(shape: str, num_rows: int, *, num_steps: int, num_layers: int) -> Case:
     """The loop over decode steps of the first layers of a named shape in bfloat16, the state donated."""
-    config = dataclasses.replace(SHAPES[shape], num_layers=num_layers, sliding_windows=SHAPES[shape].sliding_windows[:num_layers])
-    params, state, layout, statics = _model(config, num_rows, num_rows, True)
+    params, state, layout, statics = _model(_first_layers(shape, num_layers), num_rows, num_rows, True)
     run = functools.partial(burst, step=functools.partial(step, **statics))
     return Case(function=run, arguments=(params, state, _shape((num_steps, layout.num_words), np.int32)), donated=(1,), is_kernel=False)
 

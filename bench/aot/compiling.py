@@ -55,34 +55,44 @@ def compile_cases(target: str, names: list[str], *, dump: Path) -> dict[str, Any
     """Case -> figures, or {"error": ...}."""
     prepare(dump)
     import jax
-    import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     stub_nvdisasm(dump / "cuda")
     from bench.aot import reading
-    from bench.aot.cases import all_cases
+    from bench.aot.cases import Case, all_cases
+    from jaxinfer.engine.placement import Placement, device_nbytes
+    from jaxinfer.sharding import mesh_of
 
     config = (TARGETS / f"{target}.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=config)
-    mesh = Mesh(np.array(topology.devices), ("x",))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    figures: dict[str, Any] = {}
-    # The mesh tells XLA's lowerings which GPU it is, the default device tells Mosaic, which would otherwise take an absent one for sm_90.
-    with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
-        for name in names:
-            case = all_cases()[name]()
-            for part in ("xla", "mosaic"):
-                shutil.rmtree(dump / part, ignore_errors=True)
-                (dump / part).mkdir()
-            start = time.perf_counter()
-            arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), case.arguments)
-            jitted = jax.jit(case.function, donate_argnums=case.donated, out_shardings=everywhere)
+
+    def compiled_case(case: Case) -> tuple[jax.stages.Compiled, int]:
+        """The executable, and the bytes donated to it on each device."""
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology=f"1x1x{case.num_devices}", target_config=config)
+        mesh = mesh_of(topology.devices)
+        placement = Placement(tuple(topology.devices), mesh)
+        function, inputs, outputs = case.function, (placement.whole,) * len(case.arguments), placement.whole
+        if case.shares is not None:
+            inputs, outputs = case.shares(placement)
+            function = placement.on_each(function, inputs=inputs, outputs=outputs)
+        arguments = jax.tree.map(lambda sharding, shapes: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes), inputs, case.arguments)
+        # The mesh tells XLA's lowerings which GPU it is, the default device tells Mosaic, which would otherwise take an absent one for sm_90.
+        with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
+            jitted = jax.jit(function, donate_argnums=case.donated, out_shardings=outputs)
             compiled = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
-            figures[name] = {**reading.summary(compiled, mosaic=dump / "mosaic", xla=dump / "xla"), "is_kernel": case.is_kernel,
-                             "donated_bytes": sum(x.size * x.dtype.itemsize for i in case.donated for x in jax.tree.leaves(arguments[i])),
-                             "seconds": round(time.perf_counter() - start, 1)}
-            print(f"[{target}] {name}: {figures[name]['seconds']} s", file=sys.stderr, flush=True)
+        return compiled, sum(device_nbytes(x) for i in case.donated for x in jax.tree.leaves(arguments[i]))
+
+    figures: dict[str, Any] = {}
+    for name in names:
+        for part in ("xla", "mosaic"):
+            shutil.rmtree(dump / part, ignore_errors=True)
+            (dump / part).mkdir()
+        start = time.perf_counter()
+        case = all_cases()[name]()
+        compiled, donated_bytes = compiled_case(case)
+        figures[name] = {**reading.summary(compiled, mosaic=dump / "mosaic", xla=dump / "xla"), "is_kernel": case.is_kernel,
+                         "donated_bytes": donated_bytes, "seconds": round(time.perf_counter() - start, 1)}
+        print(f"[{target}] {name}: {figures[name]['seconds']} s", file=sys.stderr, flush=True)
     return figures
 
 

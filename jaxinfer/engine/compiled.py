@@ -17,6 +17,7 @@ from jax import monitoring
 
 from jaxinfer.engine.fresh_state import new_state
 from jaxinfer.engine.load import LoadedModel, teacher_forced_logits
+from jaxinfer.engine.placement import Placement, device_nbytes
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.engine.step import burst, copy_pages, sample_rows, score_prompt, step, update_page_table, write_counts, write_masks, write_rules
@@ -88,16 +89,24 @@ class CompiledSteps:
     The state is owned here: it is donated to each call and replaced by what the call returns.
     """
 
-    def __init__(self, model: LoadedModel, resolved: ResolvedConfig) -> None:
+    def __init__(self, model: LoadedModel, resolved: ResolvedConfig, placement: Placement) -> None:
         self.resolved = resolved
+        self.placement = placement
         self.params = model.params
         self.counter = CompileCounter()
         self.processors = registered_processors()
         self.processors.check_functions(resolved.model.vocab_size)
-        self.state = new_state(resolved, model, self.processors)
-        self._step = functools.partial(
-            step, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens,
-            attention_implementation=resolved.attention_implementation)
+        self.state = new_state(resolved, placement, self.processors)
+        graphdef, weights = placement.graphdef(model), placement.params(model)
+
+        def shared_step(params: dict[str, jax.Array], state: DeviceState, buffer: jax.Array, *,
+                        layout: StepLayout) -> tuple[StepOutput, jax.Array, DeviceState]:
+            one = functools.partial(step, graphdef=graphdef, layout=layout, num_valid_tokens=resolved.num_valid_tokens,
+                                    attention_implementation=resolved.attention_implementation)
+            return placement.on_each(one, inputs=(weights, placement.state, placement.whole), outputs=self._step_outputs)(params, state, buffer)
+
+        self._step = shared_step
+        self._step_outputs = (placement.whole, placement.whole, placement.state)
         self._executables: dict[StepLayout, jax.stages.Compiled] = {}
         self._bursts: dict[StepLayout, jax.stages.Compiled] = {}
         # By number of rows; dispatched after a step in which a row asks for more than the greedy token.
@@ -115,8 +124,10 @@ class CompiledSteps:
         self._write_rules: Callable[..., DeviceState] = write_rules
         self._write_masks: Callable[..., jax.Array] = write_masks
         self._write_counts: Callable[..., DeviceState] = write_counts
-        self._score: Callable[..., TokenLogprobs] = functools.partial(
-            score_prompt, graphdef=model.graphdef, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs)
+        self._score: Callable[..., TokenLogprobs] = placement.on_each(
+            functools.partial(score_prompt, graphdef=graphdef, num_valid_tokens=resolved.num_valid_tokens,
+                              num_logprobs=resolved.engine.max_logprobs),
+            inputs=(weights, placement.whole, placement.whole, placement.whole), outputs=placement.whole)
 
     def warm_up(self) -> WarmUp:
         """Compiles every bucket, in threads, and runs each once on padding alone. After this nothing compiles."""
@@ -124,7 +135,7 @@ class CompiledSteps:
         if not self.resolved.enforce_eager:
             layouts, burst_layouts = self.resolved.layouts, self.resolved.burst_layouts
             logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", len(layouts) + len(burst_layouts))
-            jitted = jax.jit(self._step, static_argnames=("layout",), donate_argnames=("state",))
+            jitted = self._jit(self._step, self._step_outputs, static_argnames=("layout",), donate_argnames=("state",))
             with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
                 steps = pool.map(functools.partial(self._compile, jitted=jitted), layouts)
                 samplers = pool.map(self._compile_sampler, self._samplers)
@@ -143,17 +154,17 @@ class CompiledSteps:
             num_executables=len(executables), seconds=time.perf_counter() - start,
             temp_bytes=max((p.temp_size_in_bytes for p in plans), default=0),
             aliased_bytes=min((p.alias_size_in_bytes for p in plans), default=0),
-            state_bytes=sum(x.nbytes for x in jax.tree.leaves(self.state)))
+            state_bytes=sum(map(device_nbytes, jax.tree.leaves(self.state))))
 
     def free_state(self) -> None:
         """Frees the device state; nothing runs until renew_state()."""
         for x in jax.tree.leaves(self.state):
             x.delete()
 
-    def renew_state(self, model: LoadedModel) -> None:
-        """A device state as at start, beside the model's weights."""
+    def renew_state(self) -> None:
+        """A device state as at start."""
         with self.aside():
-            self.state = new_state(self.resolved, model, self.processors)
+            self.state = new_state(self.resolved, self.placement, self.processors)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -163,9 +174,13 @@ class CompiledSteps:
         self.compiles_at_start += self.counter.count - before
 
     def run_aside(self, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> Any:
-        """Runs a pure function that is no part of a step, between requests: nobody waits for a token while its first call compiles it."""
+        """Runs a pure function that is no part of a step, between requests: nobody waits for a token while its first call compiles it.
+
+        One that is given the state to keep returns it.
+        """
         if function not in self._asides:
-            self._asides[function] = function if self.resolved.enforce_eager else jax.jit(function, donate_argnums=donated)
+            outputs = self.placement.state if donated else self.placement.whole
+            self._asides[function] = function if self.resolved.enforce_eager else self._jit(function, outputs, donate_argnums=donated)
         with self.aside():
             return self._asides[function](*arguments)
 
@@ -256,12 +271,12 @@ class CompiledSteps:
     def _compile(self, layout: StepLayout, jitted: jax.stages.Wrapped) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None]:
         """A bucket's step, and its burst if it has one, which loops over the jitted step: so the model is traced once for both."""
         params, state, num_steps = _abstract(self.params), _abstract(self.state), self.resolved.num_scheduler_steps
-        one = jitted.lower(params, state, jax.ShapeDtypeStruct((layout.num_words,), np.int32), layout=layout)
+        one = jitted.lower(params, state, self._from_host(layout.num_words), layout=layout)
         many = None
         if layout in self.resolved.burst_layouts:
             looped = functools.partial(burst, step=functools.partial(jitted, layout=layout))
-            many = jax.jit(looped, donate_argnames=("state",)).lower(
-                params, state, jax.ShapeDtypeStruct((num_steps, layout.num_words), np.int32))
+            many = self._jit(looped, (self.placement.whole, self.placement.state), donate_argnames=("state",)).lower(
+                params, state, self._from_host(num_steps, layout.num_words))
         compiled = one.compile(), None if many is None else many.compile()
         logger.debug("compiled %s%s", layout, "" if many is None else f" and its bursts of {num_steps}")
         return compiled
@@ -269,12 +284,12 @@ class CompiledSteps:
     def _compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         sampler = self._samplers[num_rows]
         words = sampler.keywords["layout"].num_row_words  # type: ignore[attr-defined]
-        return jax.jit(sampler, donate_argnames=("slots",)).lower(
-            _abstract(self.state.slots), self._abstract_logits(num_rows), jax.ShapeDtypeStruct((words,), np.int32)).compile()
+        return self._jit(sampler, self.placement.whole, donate_argnames=("slots",)).lower(
+            _abstract(self.state.slots), self._abstract_logits(num_rows), self._from_host(words)).compile()
 
     def _compile_logprobs(self, num_rows: int) -> jax.stages.Compiled:
         tokens = jax.ShapeDtypeStruct((num_rows,), np.int32, sharding=self.state.page_table.sharding)
-        return jax.jit(self._logprobs[num_rows]).lower(self._abstract_logits(num_rows), tokens).compile()
+        return self._jit(self._logprobs[num_rows], self.placement.whole).lower(self._abstract_logits(num_rows), tokens).compile()
 
     def _abstract_logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_rows, self.resolved.model.vocab_size), np.float32, sharding=self.state.page_table.sharding)
@@ -282,23 +297,32 @@ class CompiledSteps:
     def _compile_the_rest(self) -> None:
         """What runs beside the buckets: long page-table updates, page copies, the writers of slots' tables, the scoring of prompts."""
         state = _abstract(self.state)
-        updates = jax.ShapeDtypeStruct((NUM_BULK_UPDATES,), np.int32)
-        slot, rules, counts = self._empty_slot()
+        updates = self._from_host(NUM_BULK_UPDATES)
+        slot, rules, counts = jax.tree.map(lambda x: self._from_host(*x.shape, dtype=x.dtype), self._empty_slot())
 
         def writer(function: Callable[..., DeviceState], *args: Any) -> jax.stages.Compiled:
-            return jax.jit(function, donate_argnames=("state",)).lower(state, *args).compile()
+            return self._jit(function, self.placement.state, donate_argnames=("state",)).lower(state, *args).compile()
 
         self._update_page_table = writer(update_page_table, updates, updates, updates)
         if self.resolved.engine.enable_prefix_caching:
-            copies = jax.ShapeDtypeStruct((NUM_PAGE_COPIES,), np.int32)
+            copies = self._from_host(NUM_PAGE_COPIES)
             self._copy_pages = writer(copy_pages, copies, copies)
-        self._write_rules = writer(write_rules, slot, np.zeros(NUM_RECENT, np.int32), rules)
+        self._write_rules = writer(write_rules, slot, self._from_host(NUM_RECENT), rules)
         self._write_counts = writer(write_counts, slot, counts)
         masks = state.slots.rules.masks
-        self._write_masks = jax.jit(write_masks, donate_argnames=("table",)).lower(
-            masks, np.zeros(NUM_MASKS, np.int32), np.zeros((NUM_MASKS, masks.shape[2]), np.uint32)).compile()
-        scores = jax.ShapeDtypeStruct((NUM_SCORES,), np.int32)
-        self._score = jax.jit(self._score).lower(_abstract(self.params), state.hidden, scores, scores).compile()
+        self._write_masks = self._jit(write_masks, self.placement.whole, donate_argnames=("table",)).lower(
+            masks, self._from_host(NUM_MASKS), self._from_host(NUM_MASKS, masks.shape[2], dtype=np.uint32)).compile()
+        scores = self._from_host(NUM_SCORES)
+        self._score = self._jit(self._score, self.placement.whole).lower(
+            _abstract(self.params), state.hidden, scores, scores).compile()
+
+    def _jit(self, function: Callable[..., Any], outputs: Any, **options: Any) -> jax.stages.Wrapped:
+        """jax.jit; over several devices the results lie as `outputs` says (a tree of shardings, or the beginning of one)."""
+        return jax.jit(function, **options) if self.placement.mesh is None else jax.jit(function, out_shardings=outputs, **options)
+
+    def _from_host(self, *shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+        """What a call brings along as a numpy array."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.host_array)
 
     def _empty_slot(self) -> tuple[np.ndarray, TokenRules, np.ndarray]:
         """The padding's slot, and what leaves it without rules and counts."""

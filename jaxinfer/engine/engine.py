@@ -13,7 +13,7 @@ row, wherever it stands. It costs the padding of that bucket in each decode step
 row depends neither on the others nor on where its chunks end, and autotuned choices that stay (compilation_cache_dir keeps them): so
 it is a promise for the CPU, where tests/engine/test_equality.py holds it to the bit, and on a GPU as far as
 `python -m bench.memory --parts=preemption` finds outputs_equal there. Neither mode promises anything across dtypes, page sizes,
-versions of jax, or devices of different kinds.
+numbers of devices, versions of jax, or devices of different kinds.
 """
 
 import collections
@@ -36,13 +36,14 @@ from jaxinfer.engine.logprobs import HostLogprobs
 from jaxinfer.engine.metrics import EngineMetrics, decode_read_bytes
 from jaxinfer.engine.output import OutputProcessor
 from jaxinfer.engine.pack import SlotWords, pack, pack_again, pick_layout
+from jaxinfer.engine.placement import Placement, device_nbytes, place
 from jaxinfer.engine.prompt_scores import Scored, score_calls
 from jaxinfer.engine.resolve import ResolvedConfig, resolve
 from jaxinfer.engine.saved_prefixes import SavedPrefixes
 from jaxinfer.engine.slots import SlotWriter
 from jaxinfer.engine.structured import GrammarCompiler
-from jaxinfer.engine.weights import Weights, on_one_device
-from jaxinfer.errors import EngineError, JaxInferError, RequestError
+from jaxinfer.engine.weights import Weights
+from jaxinfer.errors import ConfigError, EngineError, JaxInferError, RequestError
 from jaxinfer.layers.rotary import prompt_class
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.scheduler.pages import PageAllocator
@@ -70,9 +71,9 @@ class Engine:
     """Runs requests to their end, a step at a time. One thread at a time: a second one is refused with EngineError."""
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-        model = on_one_device(model)
+        model, placement = place(model)
         self.tokenizer = tokenizer
-        self.resolved = resolve_for(model, tokenizer, config)
+        self.resolved = resolve_for(model, placement, tokenizer, config)
         self.pages = PageAllocator(self.resolved.num_pages, self.resolved.page_size)
         self.prefix_cache: PrefixCache = NullPrefixCache()
         if config.enable_prefix_caching:
@@ -94,7 +95,7 @@ class Engine:
             read_bytes_per_s=self.resolved.hardware.read_bytes_per_s)
         self._in_flight: collections.deque[list[Launch]] = collections.deque()  # steps that were planned together: one, or a burst
         self._depth = 1 if config.async_scheduling and not config.enforce_eager else 0
-        self.steps = CompiledSteps(model, self.resolved)
+        self.steps = CompiledSteps(model, self.resolved, placement)
         self.saved_prefixes = SavedPrefixes(self.prefix_cache, self.pages, self.steps)
         self.weights = Weights(model, self.steps, self.pages)
         self.warm_up = self.steps.warm_up()
@@ -279,18 +280,27 @@ class Engine:
         buckets = " ".join(f"{x.num_tokens}" if x.decode_only else f"{x.num_tokens}x{x.num_rows}" for x in r.layouts)
         bursts = "" if r.num_scheduler_steps == 1 else f"bursts of {r.num_scheduler_steps} steps, looped on the device for buckets " + (
             " ".join(f"{x.num_rows}" for x in r.burst_layouts) or "none") + "; "
-        return (f"{r.model.architecture} {r.dtype} on {r.hardware.name}; weights {m.weight_bytes / 1e9:.2f} GB, KV pool "
+        shared = f"{r.engine.tensor_parallel_size} x {r.hardware.name}, on each" if r.engine.tensor_parallel_size > 1 else r.hardware.name
+        return (f"{r.model.architecture} {r.dtype} on {shared}; weights {m.weight_bytes / 1e9:.2f} GB, KV pool "
                 f"{m.kv_bytes / 1e9:.2f} GB = {r.num_pages} pages of {r.page_size}; {r.max_num_seqs} sequences of up to {r.max_model_len} "
                 f"tokens, {r.max_num_batched_tokens} tokens a step; buckets (decode rows; tokens x rows): {buckets}; "
                 f"{bursts}{self.warm_up.num_executables} executables in {self.warm_up.seconds:.1f} s")
 
 
-def resolve_for(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> ResolvedConfig:
-    """The resolved configuration of a loaded model on the attached device."""
-    weights = sum(x.nbytes for x in model.params.values())
+def resolve_for(model: LoadedModel, placement: Placement, tokenizer: Tokenizer | None, config: EngineConfig) -> ResolvedConfig:
+    """The resolved configuration of a loaded model on the devices where it lies.
+
+    Raises:
+      ConfigError: tensor_parallel_size asks for another number of devices.
+    """
+    if config.tensor_parallel_size not in (1, placement.size):
+        raise ConfigError(f"tensor_parallel_size = {config.tensor_parallel_size}: the weights lie on {placement.size} "
+                          f"device{'s' * (placement.size > 1)}, which is what an engine over live weights takes: leave the setting out.")
+    config = dataclasses.replace(config, tensor_parallel_size=placement.size)
+    weights = sum(map(device_nbytes, model.params.values()))
     dtype = str(model.params["embedding.weight"].dtype)
     vocab = model.config.vocab_size
-    return resolve(config, model.config, hardware.attached(), checkpoint_dtype=dtype, weight_bytes=weights,
+    return resolve(config, model.config, hardware.attached(placement.devices[0]), checkpoint_dtype=dtype, weight_bytes=weights,
                    num_valid_tokens=min(vocab, tokenizer.num_tokens) if tokenizer is not None else vocab)
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
-from jaxinfer.engine.load import LoadedModel
+from jaxinfer.engine.placement import Placement
 from jaxinfer.engine.resolve import ResolvedConfig
 from jaxinfer.errors import CapacityError
 from jaxinfer.models.config import ModelConfig
@@ -16,15 +17,14 @@ from jaxinfer.sampling.rules import token_rules
 from jaxinfer.state import NUM_RECENT, DeviceState, KVCache, SlotTables
 
 
-def new_state(resolved: ResolvedConfig, model: LoadedModel, processors: ProcessorTable) -> DeviceState:
-    """A zeroed state, placed beside the weights.
+def new_state(resolved: ResolvedConfig, placement: Placement, processors: ProcessorTable) -> DeviceState:
+    """A zeroed state, beside the weights.
 
     Raises:
       CapacityError: the device has no room for it.
     """
-    sharding = next(iter(model.params.values())).sharding
     try:
-        return jax.block_until_ready(_zeroed_state(resolved, model, sharding, processors))
+        return jax.block_until_ready(_zeroed_state(resolved, placement, processors))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -35,12 +35,17 @@ def new_state(resolved: ResolvedConfig, model: LoadedModel, processors: Processo
             "kv_cache_memory_bytes to what is free, or lower gpu_memory_utilization, which is a share of the whole device.") from error
 
 
-def _zeroed_state(resolved: ResolvedConfig, model: LoadedModel, sharding: jax.sharding.Sharding, processors: ProcessorTable) -> DeviceState:
-    return make_state(
-        model.config, lambda shape, dtype: jax.numpy.zeros(shape, dtype, device=sharding), max_num_seqs=resolved.max_num_seqs,
-        num_pages=resolved.num_pages, page_size=resolved.page_size, num_pages_per_seq=resolved.num_pages_per_seq,
+def _zeroed_state(resolved: ResolvedConfig, placement: Placement, processors: ProcessorTable) -> DeviceState:
+    shapes = make_state(
+        resolved.model, jax.ShapeDtypeStruct, max_num_seqs=resolved.max_num_seqs, num_pages=resolved.num_pages,
+        page_size=resolved.page_size, num_pages_per_seq=resolved.num_pages_per_seq,
         max_num_tokens=max(x.num_tokens for x in resolved.layouts if not x.decode_only), dtype=resolved.dtype, kv_dtype=resolved.kv_dtype,
         processors=processors)
+
+    def zeros(sharding: Sharding, shapes: Any) -> Any:
+        return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype, device=sharding), shapes)
+
+    return jax.tree.map(zeros, placement.state, shapes)
 
 
 def make_state(config: ModelConfig, zeros: Callable[[tuple[int, ...], Any], Any], *, max_num_seqs: int, num_pages: int, page_size: int,

@@ -2,8 +2,12 @@
 
 import dataclasses
 import os
+from typing import TYPE_CHECKING
 
 from jaxinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
 
 _GIB = 2**30
 
@@ -48,11 +52,11 @@ def named_gpu(name: str) -> Hardware:
     return GPUS[name]
 
 
-def attached() -> Hardware:
-    """The first device that jax has. Initialises jax's backend."""
+def attached(device: "jax.Device | None" = None) -> Hardware:
+    """The device, or the first one that jax has. Initialises jax's backend."""
     import jax
 
-    device = jax.local_devices()[0]
+    device = device or jax.local_devices()[0]
     if device.platform != "gpu":
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Hardware(name=f"CPU, {os.cpu_count()} cores", platform="cpu", memory_bytes=ram, read_bytes_per_s=None,

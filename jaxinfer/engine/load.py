@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 
 from jaxinfer.checkpoint import read_manifest, restore_params
 from jaxinfer.config import DTYPES
@@ -92,15 +93,16 @@ def first_non_finite(model: LoadedModel, token_ids: Sequence[int]) -> str | None
     return None if jnp.isfinite(module.logits(hidden[-1:])).all() else "lm_head"
 
 
-def load(path: str | Path, *, dtype: str = "auto") -> LoadedModel:
-    """Loads a converted checkpoint onto the default device.
+def load(path: str | Path, *, dtype: str = "auto", tensor_parallel_size: int = 1) -> LoadedModel:
+    """Loads a converted checkpoint onto the default device, or split over the first devices of this process.
 
     Args:
       path: folder written by `python -m convert`.
       dtype: "auto" (as stored), "bfloat16", "float16" or "float32".
+      tensor_parallel_size: devices that share every layer.
 
     Raises:
-      ConfigError: an unknown dtype.
+      ConfigError: an unknown dtype, more devices than there are, or a model that cannot be shared by so many.
       CheckpointError: the folder is absent or incomplete, or its tensors are not exactly those of its config.
       UnsupportedModelError: its config or its weight format is not implemented.
     """
@@ -113,8 +115,9 @@ def load(path: str | Path, *, dtype: str = "auto") -> LoadedModel:
     if config.architecture != manifest["architecture"]:
         raise CheckpointError(f"{path}: manifest.json says {manifest['architecture']}, config.json says {config.architecture}: convert "
                               "the model again.")
+    shardings = tensor_parallel_shardings(config, _first_devices(tensor_parallel_size))
     graphdef, specs = abstract_model(config, manifest["dtype"] if dtype == "auto" else dtype)
-    params = restore_params(path, _placed(specs))
+    params = restore_params(path, _placed(specs, shardings))
     return LoadedModel(config=config, graphdef=graphdef, params=params, manifest=manifest, path=path)
 
 
@@ -142,8 +145,27 @@ def from_params(config: ModelConfig, params: Mapping[str, jax.Array], *, manifes
     return LoadedModel(config=config, graphdef=graphdef, params=dict(params), manifest=dict(manifest or {}), path=path)
 
 
-def random_model(config: ModelConfig, *, dtype: str, seed: int) -> LoadedModel:
-    """A model with random weights made on the default device, for benchmarks and tests.
+def tensor_parallel_shardings(config: ModelConfig, devices: Sequence[jax.Device]) -> dict[str, Sharding]:
+    """Where each parameter lies in an engine over these devices; `jax.device_put(params, ...)` brings parameters there.
+
+    Args:
+      config: the model.
+      devices: of this process, in the order of the parts.
+
+    Returns:
+      Dotted path -> sharding.
+
+    Raises:
+      ConfigError: the model cannot be shared by so many.
+    """
+    config.part(len(devices))
+    mesh = make_mesh(devices)
+    return {name: param_sharding(name, spec.shape, spec.axes, mesh=mesh, device=devices[0])
+            for name, spec in abstract_model(config, "bfloat16")[1].items()}
+
+
+def random_model(config: ModelConfig, *, dtype: str, seed: int, tensor_parallel_size: int = 1) -> LoadedModel:
+    """A model with random weights made on the default device, or split over the first ones, for benchmarks and tests.
 
     Matrices are uniform with variance 1 / fan-in, embeddings and biases of size 0.02, norms one: activations stay near one
     through any number of layers. Quantised weights are made packed, with random zero points and scales that give the same variance.
@@ -153,11 +175,13 @@ def random_model(config: ModelConfig, *, dtype: str, seed: int) -> LoadedModel:
       config: the model.
       dtype: "bfloat16", "float16" or "float32".
       seed: of all weights.
+      tensor_parallel_size: devices that share every layer.
     """
+    shardings = tensor_parallel_shardings(config, _first_devices(tensor_parallel_size))
     graphdef, specs = abstract_model(config, dtype)
     key = jax.random.key(seed)
     params = {}
-    for name, placed in _placed(specs).items():
+    for name, placed in _placed(specs, shardings).items():
         salt = np.uint32(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]))
         module, _, kind = name.rpartition(".")
         if kind in ("packed", "zeros", "perm"):
@@ -211,13 +235,19 @@ def _half_width(name: str, shape: tuple[int, ...]) -> float:
     return math.sqrt(3.0 / shape[0])
 
 
-def _placed(specs: Mapping[str, ParamSpec]) -> dict[str, jax.ShapeDtypeStruct]:
+def _placed(specs: Mapping[str, ParamSpec], shardings: Mapping[str, Sharding]) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes with the place where each parameter is to live."""
-    devices = jax.devices()[:1]
-    mesh = make_mesh(devices)
-    return {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype,
-                                       sharding=param_sharding(name, spec.shape, spec.axes, mesh=mesh, device=devices[0]))
-            for name, spec in specs.items()}
+    return {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings[name]) for name, spec in specs.items()}
+
+
+def _first_devices(count: int) -> Sequence[jax.Device]:
+    """So many devices of this process, the default one first."""
+    devices = jax.local_devices()
+    if count > len(devices):
+        kinds = ", ".join(sorted({device.device_kind for device in devices}))
+        raise ConfigError(f"tensor_parallel_size = {count}: this process has {len(devices)} device{'s' * (len(devices) > 1)} ({kinds}): use "
+                          f"at most {len(devices)}.")
+    return devices[:count]
 
 
 def _check_quantization(path: Path, config: ModelConfig, manifest: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from jaxinfer.engine.placement import device_nbytes
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.scheduler.plan import SchedulePlan
 
@@ -72,5 +73,5 @@ class EngineMetrics:
 
 
 def decode_read_bytes(params: dict, model: ModelConfig) -> int:
-    """Bytes of weights that a decode step reads: all but an untied input embedding, of which it takes single rows."""
-    return sum(x.nbytes for path, x in params.items() if model.tie_embeddings or path != "embedding.weight")
+    """Bytes of weights that a decode step reads on each device: all but an untied input embedding, of which it takes single rows."""
+    return sum(device_nbytes(x) for path, x in params.items() if model.tie_embeddings or path != "embedding.weight")

@@ -93,7 +93,7 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
     Args:
       checkpoint_dtype: dtype of the converted weights, taken where the settings say auto.
       num_valid_tokens: ids that the tokenizer knows; the rest of the vocabulary is padding.
-      weight_bytes: bytes of the weights in the dtype that they will have.
+      weight_bytes: bytes of the weights, or of each device's part of them, in the dtype that they will have.
 
     Raises:
       ConfigError: a setting contradicts the model or another setting, or names what there is not.
@@ -114,8 +114,9 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
                           f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
     _check_buckets(engine, max_num_seqs, max_num_batched_tokens)
     layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size, _LEAST_DECODE_ROWS[hardware.platform])
-    step_bytes = _step_bytes(model, layouts, dtype) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
-    page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, page_size=page_size,
+    part = model.part(engine.tensor_parallel_size)
+    step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
+    page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=part.num_kv_heads, page_size=page_size,
                                head_dim=model.head_dim, dtype_bytes=kv_dtype.itemsize)
     pages_per_seq = -(-max_model_len // page_size)
     num_pages, budget = _num_pages(engine, hardware, weight_bytes=weight_bytes, step_bytes=step_bytes, page_bytes=page_bytes,
@@ -149,7 +150,7 @@ def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
     from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention_choice
     from pallas_kernels.ragged_paged_attention.config import AttentionSpec
 
-    model, hardware = resolved.model, resolved.hardware
+    model, hardware = resolved.model.part(resolved.engine.tensor_parallel_size), resolved.hardware
     spec = AttentionSpec(
         num_tokens=layout.num_tokens, num_rows=layout.num_rows, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim, page_size=resolved.page_size, pages_per_seq=resolved.num_pages_per_seq, q_dtype=str(resolved.dtype),
@@ -255,12 +256,13 @@ def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs:
     return tuple(sorted(layouts, key=lambda x: (x.num_tokens, not x.decode_only, x.num_rows)))
 
 
-def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.dtype) -> int:
-    """Estimate of a step's buffers: the widest activations of every token, the kept hidden rows, and three float32 copies of the logits."""
+def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.dtype, vocab_size: int) -> int:
+    """Estimate of a step's buffers: the widest activations of every token, the kept hidden rows, and three float32 copies of the logits,
+    which every device holds whole."""
     def one(layout: StepLayout) -> int:
         heads = model.num_heads + 2 * model.num_kv_heads
         width = 5 * model.dim + 3 * model.mlp_dim + 2 * heads * model.head_dim
-        return layout.num_tokens * width * dtype.itemsize + 3 * layout.num_rows * model.vocab_size * 4
+        return layout.num_tokens * width * dtype.itemsize + 3 * layout.num_rows * vocab_size * 4
 
     return max(one(layout) for layout in layouts) + _dequantised_bytes(model, dtype)
 

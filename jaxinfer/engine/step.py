@@ -57,7 +57,7 @@ def step(
         last = hidden if layout.decode_only else hidden[jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)]
         logits = model.logits(last)
     tokens, finite = greedy(logits, num_valid_tokens=num_valid_tokens)
-    kept = state.hidden if layout.decode_only else state.hidden.at[:layout.num_tokens].set(hidden)
+    kept = state.hidden if layout.decode_only else jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0))
     slots = _remember(state.slots, tokens, _sampled_slots(inputs.sampling, inputs.samples, layout), inputs.sampling.position)
     return StepOutput(tokens=tokens, finite=finite), logits, DeviceState(cache=context.cache, page_table=page_table, slots=slots, hidden=kept)
 

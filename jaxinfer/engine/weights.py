@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxinfer.engine.compiled import CompiledSteps
 from jaxinfer.engine.load import LoadedModel
+from jaxinfer.engine.placement import lying_as
 from jaxinfer.errors import CapacityError, CheckpointError, ConfigError, EngineError
 from jaxinfer.scheduler.pages import PageAllocator
 
@@ -86,7 +87,7 @@ class Weights:
             self._use({name: before[name] if name in before else jax.device_put(self._on_host[name], spec.sharding)
                        for name, spec in self._specs.items()})
             jax.block_until_ready(self.model.params)
-            self._steps.renew_state(self.model)
+            self._steps.renew_state()
         except (jax.errors.JaxRuntimeError, CapacityError) as error:
             self._use(before)
             raise CapacityError(f"the engine stays asleep, since its weights ({sum(map(_nbytes, self._specs.values())) / 1e9:.2f} GB) and its "
@@ -133,29 +134,10 @@ class Weights:
         return None
 
 
-def on_one_device(model: LoadedModel) -> LoadedModel:
-    """The model with every weight seen as an array of one device, whatever mesh it was made for. Copies nothing.
-
-    Raises:
-      ConfigError: the weights lie on several devices.
-    """
-    devices = {device for x in model.params.values() for device in x.sharding.device_set}
-    if len(devices) != 1:
-        raise ConfigError(f"the weights lie on {len(devices)} devices, and running over several is not implemented yet: bring them to one "
-                          "with jax.device_put(params, device) first.")
-    return dataclasses.replace(model, params={name: _unmeshed(x) for name, x in model.params.items()})
-
-
-def _unmeshed(x: jax.Array) -> jax.Array:
-    """The array itself where it has no mesh, else another view of its one buffer."""
-    return x if isinstance(x.sharding, jax.sharding.SingleDeviceSharding) else x.addressable_data(0)
-
-
 def _placed(x: jax.Array | np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array itself where it lies as the executables expect it, else a copy that does."""
-    if isinstance(x, jax.Array) and x.sharding.device_set == spec.sharding.device_set:
-        return _unmeshed(x)
-    return jax.device_put(x, spec.sharding)
+    """The array's own buffers where they lie as the executables expect them, else a copy that does."""
+    seen = lying_as(x, spec.sharding) if isinstance(x, jax.Array) else None
+    return jax.device_put(x, spec.sharding) if seen is None else seen
 
 
 def _nbytes(spec: jax.ShapeDtypeStruct) -> int:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.layers.linear import vocab_matmul
+from jaxinfer.sharding import is_shared, joined, part_start, summed
 
 
 class Embedding(nnx.Module):
@@ -15,10 +16,15 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """[T] int32 -> [T, D]. Ids outside [0, V) are clipped into it: the host checks them."""
-        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+        """[T] int32 -> [T, D]. Ids outside [0, V) give some row, or zeros: the host checks them."""
+        weight = self.weight[...]
+        if not is_shared():
+            return jnp.take(weight, token_ids, axis=0, mode="clip")
+        rows = token_ids - part_start(weight.shape[0])  # of this device's part
+        mine = (rows >= 0) & (rows < weight.shape[0])
+        return summed(jnp.where(mine[:, None], jnp.take(weight, rows, axis=0, mode="clip"), 0))
 
     @jax.named_scope("lm_head")
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> float32 [R, V]: the products with every row of the weight."""
-        return vocab_matmul(hidden, self.weight[...])
+        return joined(vocab_matmul(hidden, self.weight[...]))

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxinfer.layers.quantized import QuantTensor, param_specs
 from jaxinfer.quant import QuantFormat
+from jaxinfer.sharding import is_shared, summed
 
 CPU_LEAST_ROWS = 2
 """XLA's CPU backend multiplies one bfloat16 row 8 to 10 times slower than two (896 x 9728: 18 ms against 2.3 ms)."""
@@ -87,6 +88,7 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((in_dim, *out_dims), dtype), axes=axes) if quant is None else None
         self.bias = nnx.Param(jnp.zeros(out_dims, dtype), axes=axes[1:]) if bias else None
         self.out_dims = out_dims
+        self.splits_inputs = axes[0] is not None
         self.quant = quant
         if quant is not None:
             self._add_quantized(quant, in_dim, axes)
@@ -105,6 +107,9 @@ class Linear(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         if self.quant is None:
             assert self.weight is not None
+            if self.splits_inputs and is_shared():  # the devices' parts are rounded to x.dtype before they are summed
+                out = summed(matmul(x, self.weight[...]))
+                return out if bias is None else out + bias.astype(out.dtype)
             return matmul(x, self.weight[...], bias=bias)
         weight = QuantTensor(packed=self.packed[...], scales=self.scales[...], zeros=self.zeros[...] if self.quant.zero_point else None,
                              perm=self.perm[...] if self.quant.permuted else None, format=self.quant)

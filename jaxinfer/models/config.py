@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.errors import UnsupportedModelError
+from jaxinfer.errors import ConfigError, UnsupportedModelError
 from jaxinfer.layers.rotary import ROPE_KINDS, RopeConfig
 from jaxinfer.quant import QuantConfig, check_groups
 
@@ -77,6 +77,27 @@ class ModelConfig:
         inputs = {"attention.qkv": self.dim, "attention.output": self.num_heads * self.head_dim, "mlp.gate_up": self.dim,
                   "mlp.down": self.mlp_dim}
         return {f"layers.{i}.{name}": k for i in range(self.num_layers) for name, k in inputs.items()}
+
+    def part(self, tensor_parallel_size: int) -> "ModelConfig":
+        """What one of so many devices computes of each layer; see jaxinfer/sharding.py.
+
+        Raises:
+          ConfigError: heads, hidden units or vocabulary do not divide, or the weights are quantised.
+        """
+        n = tensor_parallel_size
+        if n == 1:
+            return self
+        if self.quantization is not None:
+            raise ConfigError(f"tensor_parallel_size = {n}: weights quantised by {self.quantization.method} run on one device only: use 1, or "
+                              "the unquantised model.")
+        split = {"num_kv_heads": self.num_kv_heads, "num_heads": self.num_heads, "mlp_dim": self.mlp_dim, "vocab_size": self.vocab_size}
+        for name, length in split.items():
+            if length % n:
+                fitting = [i for i in range(1, n) if all(x % i == 0 for x in split.values())]
+                raise ConfigError(f"tensor_parallel_size = {n}: {name} = {length} of the model does not divide by it: use one of "
+                                  f"{', '.join(map(str, fitting))}.")
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // n, num_heads=self.num_heads // n, mlp_dim=self.mlp_dim // n,
+                                   vocab_size=self.vocab_size // n)
 
 
 def check_quantization(quantization: QuantConfig, projections: Mapping[str, int], *, tensor_parallel_size: int = 1) -> None:

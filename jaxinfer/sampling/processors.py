@@ -92,8 +92,8 @@ class ProcessorTable:
 
     @property
     def num_words(self) -> int:
-        """Words of a slot; 0 without processors."""
-        return sum(1 + len(p.params) for p in self.processors)
+        """Words of a slot; one, unused, without processors: XLA crashes on an empty array in a program over several CPU devices."""
+        return max(sum(1 + len(p.params) for p in self.processors), 1)
 
     def check_functions(self, vocab_size: int) -> None:
         """Traces every function once, on two rows.
@@ -147,7 +147,7 @@ class ProcessorTable:
         for p in self.processors:
             values = (given or {}).get(p.name)
             out += [float(values is not None), *((values or {}).get(key, default or 0.0) for key, default in p.params)]
-        return np.asarray(out, np.float32)
+        return np.asarray(out or [0.0], np.float32)
 
     def apply(self, logits: jax.Array, sampling: SamplingState, slots: SlotTables) -> jax.Array:
         """The logits after the processors that each row asks for, in the order of registration; other rows keep theirs bit for bit.

@@ -165,7 +165,7 @@ def test_bad_requests_beside_the_prompt(make_llm):
     ({"kv_cache_memory_bytes": 1}, CapacityError, "max_model_len"), ({"max_num_batched_tokens": 2}, ConfigError, "at least 4"),
     ({"page_sise": 16}, ConfigError, "Did you mean 'page_size'"), ({"page_size": 17}, ConfigError, "one of"),
     ({"block_size": 16}, ConfigError, "given twice"), ({"scheduling_policy": "lifo"}, ConfigError, "fcfs"),
-    ({"dtype": "int4"}, ConfigError, "bfloat16"), ({"tensor_parallel_size": 2}, ConfigError, "not implemented"),
+    ({"dtype": "int4"}, ConfigError, "bfloat16"), ({"tensor_parallel_size": 2}, ConfigError, "the weights lie on 1 device"),
     ({"num_pages": 64, "kv_cache_memory_bytes": 10**6}, ConfigError, "give one of them"),
     ({"token_buckets": (8, 4)}, ConfigError, "increasing"), ({"deterministic": True}, ConfigError, "leave out one of the two"),
     ({"num_scheduler_steps": 0}, ConfigError, "an integer in [1, 32]"),

@@ -3,9 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
 import weakref
 
 import jax
@@ -68,42 +65,6 @@ def test_weights_are_shared_not_copied(tiny_model):
     llm = jaxinfer.LLM.from_model(model, **{**SMALL, "enforce_eager": True})
     for name, x in tiny_model.params.items():
         assert llm.engine.model.params[name] is x and llm.engine.steps.params[name] is x, name
-
-
-def test_a_mesh_of_one_device_is_shared_too_and_several_are_refused():
-    code = """
-import jax, jaxinfer
-from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxinfer.engine.load import random_model
-from jaxinfer.errors import ConfigError
-from jaxinfer.models.shapes import SHAPES
-plain = random_model(SHAPES["tiny"], dtype="float32", seed=0)
-def on(devices):
-    mesh = jax.make_mesh((len(devices),), ("model",), devices=devices)
-    return jaxinfer.from_params(plain.config, {n: jax.device_put(x, NamedSharding(mesh, P("model"))) for n, x in plain.params.items()})
-settings = dict(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, page_size=16, deterministic=True, compilation_cache_dir=None)
-try:
-    jaxinfer.LLM.from_model(on(jax.devices()), **settings)
-except ConfigError as error:
-    assert "weights lie on 2 devices" in str(error) and "jax.device_put" in str(error)
-else:
-    raise SystemExit("not refused")
-meshed = on(jax.devices()[1:])
-llm = jaxinfer.LLM.from_model(meshed, **settings)
-params = jaxinfer.SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=1)
-def pointers(params):
-    return {n: x.addressable_data(0).unsafe_buffer_pointer() for n, x in params.items()}
-assert pointers(llm.engine.steps.params) == pointers(meshed.params)
-first = llm.generate({"prompt_token_ids": [1, 2, 3]}, params)[0].outputs[0].token_ids
-llm.update_weights(on(jax.devices()[1:]).params)
-llm.update_weights(plain.params)  # from another device: moved
-llm.sleep()
-llm.wake()
-assert llm.generate({"prompt_token_ids": [1, 2, 3]}, params)[0].outputs[0].token_ids == first
-assert all(x.devices() == {jax.devices()[1]} for x in llm.engine.steps.params.values())
-"""
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=300)
 
 
 def test_an_update_exchanges_all_weights_and_forgets_the_prefix_cache(llm, tiny_model, other):

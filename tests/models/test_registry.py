@@ -10,7 +10,7 @@ from jaxinfer.engine.load import from_params, random_model, teacher_forced_logit
 from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.models.registry import abstract_model, abstract_params, bind
 from jaxinfer.models.shapes import SHAPES
-from jaxinfer.sharding import LOGICAL_AXES, param_sharding
+from jaxinfer.sharding import LOGICAL_AXES, MODEL_AXIS, param_sharding
 
 TINY = SHAPES["tiny"]
 
@@ -95,22 +95,22 @@ def test_from_params_refuses_another_tree(change, words):
 
 def test_param_sharding_splits_what_tensor_parallelism_splits():
     device = jax.devices()[0]
-    mesh = Mesh(np.array([device]), ("model",))
+    mesh = Mesh(np.array([device]), (MODEL_AXIS,))
     specs = abstract_model(SHAPES["Q"], "bfloat16")[1]
 
     def partition(name: str) -> PartitionSpec:
         return param_sharding(name, specs[name].shape, specs[name].axes, mesh=mesh, device=device).spec
 
-    assert partition("layers.0.attention.qkv.weight") == PartitionSpec(None, "model", None, None)
-    assert partition("layers.0.attention.output.weight") == PartitionSpec("model", None)
-    assert partition("layers.0.mlp.gate_up.weight") == PartitionSpec(None, None, "model")
-    assert partition("layers.0.mlp.down.weight") == PartitionSpec("model", None)
-    assert partition("embedding.weight") == PartitionSpec("model", None)
+    assert partition("layers.0.attention.qkv.weight") == PartitionSpec(None, MODEL_AXIS, None, None)
+    assert partition("layers.0.attention.output.weight") == PartitionSpec(MODEL_AXIS, None)
+    assert partition("layers.0.mlp.gate_up.weight") == PartitionSpec(None, None, MODEL_AXIS)
+    assert partition("layers.0.mlp.down.weight") == PartitionSpec(MODEL_AXIS, None)
+    assert partition("embedding.weight") == PartitionSpec(MODEL_AXIS, None)
     assert partition("final_norm.weight") == PartitionSpec(None)
     assert param_sharding("x", (4,), (None,), mesh=None, device=device).device_set == {device}
 
 
 def test_param_sharding_refuses_what_does_not_divide():
-    mesh = jax.sharding.AbstractMesh((3,), ("model",))
+    mesh = jax.sharding.AbstractMesh((3,), (MODEL_AXIS,))
     with pytest.raises(ConfigError, match=r"layers.0.x: its kv_heads axis of 4 cannot be split over 3 devices"):
         param_sharding("layers.0.x", (8, 4), (None, "kv_heads"), mesh=mesh, device=jax.devices()[0])

@@ -85,7 +85,7 @@ def test_the_context_of_a_short_output():
 
 
 def test_words_and_their_order():
-    assert TABLE.num_words == 5 and NO_PROCESSORS.num_words == 0
+    assert TABLE.num_words == 5 and NO_PROCESSORS.num_words == 1 == len(NO_PROCESSORS.words(None))
     assert TABLE.words({"echo": {}, "shift": {"by": 3}}).tolist() == [1, 3, 2, 1, 0] and TABLE.words(None).tolist() == [0, 0, 2, 0, 0]
     assert hash(TABLE) == hash(dataclasses.replace(TABLE))
 
