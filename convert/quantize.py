@@ -16,6 +16,8 @@ from absl import app, flags
 from jaxinfer import cli
 
 GROUP_SIZES = ["32", "64", "128", "column"]
+METHODS_OF = {"awq_scaling": ["awq"], "awq_rounding": ["awq"], "clip": ["awq"], "act_order": ["gptq"], "damping": ["awq", "gptq"]}
+"""Flags that mean something to some methods only -> these."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +72,7 @@ def _run(values: flags.FlagValues) -> None:
             raise app.UsageError(f"--{name} is needed")
     paths = {name: cli.expanded(name, given[name]) if given[name] else None for name in ("model", "output", "calibration", "eval_text")}
     num_int8 = _number_kept(given["keep_int8"])
+    _check_meaning(values)
     signal.signal(signal.SIGTERM, _terminate)
     from convert.quantise.grid import GridSpec  # seconds of imports, which Ctrl-C may end too
     from convert.quantise.methods import QuantiseConfig
@@ -85,6 +88,16 @@ def _run(values: flags.FlagValues) -> None:
     model, output = paths["model"], paths["output"]
     assert isinstance(model, Path) and isinstance(output, Path)
     quantise(model, output, settings=settings, texts=texts, overwrite=given["overwrite"], resume=given["resume"])
+
+
+def _check_meaning(values: flags.FlagValues) -> None:
+    """Refuses a flag that was given and would change nothing."""
+    method = values["method"].value
+    for name, methods in METHODS_OF.items():
+        if values[name].present and method not in methods:
+            raise app.UsageError(f"--{name} changes nothing under --method={method}: leave it out, or choose {' or '.join(methods)}")
+    if values["damping"].present and method == "awq" and values["awq_rounding"].value == "nearest":
+        raise app.UsageError("--damping changes nothing under --awq_rounding=nearest: leave out one of them")
 
 
 def _number_kept(text: str) -> int:

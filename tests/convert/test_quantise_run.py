@@ -255,7 +255,10 @@ def test_calibration_files(tmp_path: Path, base: Path) -> None:
 
 def test_the_command(tmp_path: Path, base: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [f"--model={base}", f"--output={tmp_path / 'out'}"]
-    assert command.main([*flags, "--keep_int8=5"]) == 2 and "must be auto:N" in capsys.readouterr().err
+    for wrong, words in ((["--keep_int8=5"], "must be auto:N"), (["--method=rtn", "--damping=0.1"], "choose awq or gptq"),
+                         (["--method=gptq", "--noclip"], "--clip changes nothing under --method=gptq"),
+                         (["--awq_rounding=nearest", "--damping=0.1"], "changes nothing under --awq_rounding=nearest")):
+        assert command.main([*flags, *wrong]) == 2 and words in capsys.readouterr().err
     assert command.main(flags[:1]) == 2 and "--output is needed" in capsys.readouterr().err
     assert command.main([*flags, "--method=rtn", "--group_size=column", "--symmetric", f"--eval_text={text}", "--max_len=32"]) == 0
     quantization = read_manifest(tmp_path / "out")["quantization"]
