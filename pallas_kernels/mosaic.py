@@ -5,6 +5,8 @@
 
 import functools
 import math
+import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,9 +25,32 @@ M_FLOOR = -2.0 ** 100
 LOG2_E = math.log2(math.e)
 
 
-def interpret_params(interpret: bool) -> Any:
-    """The `interpret` argument of plgpu.kernel."""
-    return plgpu.InterpretGPUParams() if interpret else None
+def kernel(body: Callable[..., None], *, kernel_name: str, interpret: bool, **launch: Any) -> Any:
+    """plgpu.kernel, made so that a kernel is the same bytes whenever it is lowered.
+
+    Mosaic GPU writes a name for dumps into a kernel, numbered in the order in which the process lowers kernels. By a kernel's bytes it looks
+    up what it has compiled, and jax what it has on disk: a kernel in two programs would be compiled twice, and a start whose threads lower
+    in another order than the last one's would find nothing. So the name goes without a number, unless there are dumps to be told apart.
+
+    Args:
+      body: of the input, output and scratch references.
+      kernel_name: for profiles and dumps.
+      interpret: run it on the CPU.
+      launch: further arguments of plgpu.kernel.
+    """
+    names_dumps = not interpret and not any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ)
+
+    @functools.wraps(body)
+    def named(*refs: Any) -> None:
+        if names_dumps:
+            @plgpu.inline_mgpu()
+            def name_dumps(ctx: Any) -> None:
+                ctx.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(kernel_name)
+
+            name_dumps()
+        body(*refs)
+
+    return plgpu.kernel(named, kernel_name=kernel_name, interpret=plgpu.InterpretGPUParams() if interpret else None, **launch)
 
 
 def mma(acc: jax.Array, a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.Array:

@@ -189,8 +189,8 @@ def _tile_kernel(q: jax.Array, *, num_kv_heads: int, num_tiles: int, num_segment
         out = jnp.where(blind | (token >= first + own), 0.0, out)
         mosaic.store_rows(out_ref.at[row, pl.ds(base, block_q), head], out.astype(dtype), first, block_q, acc_layout, interpret=interpret)
 
-    return plgpu.kernel(
+    return mosaic.kernel(
         body, out_type=jax.ShapeDtypeStruct(q.shape, dtype), grid=(num_rows, num_heads, num_tiles), grid_names=("row", "head", "tile"),
-        kernel_name="flash_attention", interpret=mosaic.interpret_params(interpret),
+        kernel_name="flash_attention", interpret=interpret,
         # tanh.approx would be too coarse for a cap; exp2 and division are not.
         compiler_params=plgpu.CompilerParams(approx_math=statics.softcap is None))

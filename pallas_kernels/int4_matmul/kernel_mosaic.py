@@ -179,7 +179,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                plgpu.SMEM((config.strips, max(1, config.warpgroups - 1), TILE_N, block_m), jnp.float32),
                *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=num_threads * stages)]),
                plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]
-    return plgpu.kernel(
+    return mosaic.kernel(
         body, out_type=out, grid=(-(-num_strips // config.strips), config.splits, -(-out.shape[-2] // block_m)),
         grid_names=("block", "split", "token"), num_threads=num_threads, thread_name="warpgroup",
-        kernel_name="int4_matmul", scratch_types=scratch, interpret=mosaic.interpret_params(interpret))
+        kernel_name="int4_matmul", scratch_types=scratch, interpret=interpret)

@@ -250,7 +250,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                plgpu.Barrier(num_barriers=num_threads * stages), plgpu.Barrier(num_barriers=rings),
                plgpu.Barrier(num_arrivals=config.strips, num_barriers=rings),
                plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]
-    return plgpu.kernel(
+    return mosaic.kernel(
         body, out_type=out, grid=(-(-num_strips // config.strips), config.splits, -(-out.shape[-2] // block_m)),
         grid_names=("block", "split", "token"), num_threads=num_threads, thread_name="warpgroup", kernel_name="int4_matmul_wgmma",
-        scratch_types=scratch, interpret=mosaic.interpret_params(interpret))
+        scratch_types=scratch, interpret=interpret)

@@ -116,10 +116,10 @@ def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_win
     struct, stats = jax.ShapeDtypeStruct, (num_tokens, num_kv_heads, -(-config.splits // SPLIT_ROWS) * SPLIT_ROWS, group_rows)
     out_type = struct(q.shape, q.dtype) if config.splits == 1 else (
         struct((num_tokens, num_kv_heads, config.splits, num_groups, head_dim), jnp.float32), *[struct(stats, jnp.float32)] * 2)
-    return plgpu.kernel(
+    return mosaic.kernel(
         whole if config.splits == 1 else part, out_type=out_type, grid=(num_tokens, num_kv_heads, config.splits),
         grid_names=("token", "head", "split"), kernel_name="paged_decode_attention", scratch_types=[plgpu.SMEM((group_rows, page_size), dtype)],
-        interpret=mosaic.interpret_params(interpret), compiler_params=plgpu.CompilerParams(approx_math=softcap is None))
+        interpret=interpret, compiler_params=plgpu.CompilerParams(approx_math=softcap is None))
 
 
 def _combine_kernel(q: jax.Array, *, config: MosaicConfig, interpret: bool) -> Any:
@@ -153,5 +153,5 @@ def _combine_kernel(q: jax.Array, *, config: MosaicConfig, interpret: bool) -> A
             top = new_top
         mosaic.store(result_ref.at[token, head], (acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype))
 
-    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), grid=(q.shape[0], num_heads), grid_names=("token", "head"),
-                        kernel_name="paged_decode_combine", interpret=mosaic.interpret_params(interpret))
+    return mosaic.kernel(body, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), grid=(q.shape[0], num_heads), grid_names=("token", "head"),
+                        kernel_name="paged_decode_combine", interpret=interpret)

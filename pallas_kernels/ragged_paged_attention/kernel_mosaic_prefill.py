@@ -117,8 +117,8 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, *, num_tiles: int, scale: flo
         out = acc * across(1 / jnp.where(denom == 0, 1.0, denom), head_dim)
         mosaic.store_rows(out_ref.at[pl.ds(base, block_q), head], out.astype(q.dtype), first, end, acc_layout, interpret=interpret)
 
-    return plgpu.kernel(
+    return mosaic.kernel(
         body, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), grid=(num_heads, num_tiles), grid_names=("head", "tile"),
-        kernel_name="paged_prefill_attention", interpret=mosaic.interpret_params(interpret),
+        kernel_name="paged_prefill_attention", interpret=interpret,
         # tanh.approx would be too coarse for a cap; exp2 and division are not.
         compiler_params=plgpu.CompilerParams(approx_math=softcap is None))

@@ -215,7 +215,7 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, *, num
         tiled(2, GROUP_Q, head_dim), tiled(stages, block_kv, head_dim), tiled(stages, block_kv, head_dim),
         *[barrier(num_arrivals=block_pages, num_barriers=stages)] * 2, *[barrier(num_arrivals=2, num_barriers=stages)] * 2,
         barrier(num_arrivals=block_pages), barrier(), barrier(num_arrivals=2)]
-    return plgpu.kernel(
+    return mosaic.kernel(
         body, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), grid=(num_heads, num_tiles), grid_names=("head", "tile"), num_threads=3,
-        thread_name="group", kernel_name="paged_prefill_attention_wgmma", scratch_types=scratch, interpret=mosaic.interpret_params(interpret),
+        thread_name="group", kernel_name="paged_prefill_attention_wgmma", scratch_types=scratch, interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=softcap is None))

@@ -38,5 +38,5 @@ def rms_norm(
 
     struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     inputs = (x,) if residual is None else (x, residual)
-    return plgpu.kernel(body, out_type=struct if residual is None else (struct, struct), grid=(num_tokens,), grid_names=("row",),
-                        kernel_name="rms_norm", interpret=mosaic.interpret_params(interpret))(*inputs, weight)
+    return mosaic.kernel(body, out_type=struct if residual is None else (struct, struct), grid=(num_tokens,), grid_names=("row",),
+                        kernel_name="rms_norm", interpret=interpret)(*inputs, weight)

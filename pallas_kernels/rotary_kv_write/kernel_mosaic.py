@@ -70,8 +70,8 @@ def rotary_kv_write(
 
     # plgpu.kernel has no input_output_aliases: references to the pools let XLA update them in place where they are donated.
     pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    q = plgpu.kernel(
+    q = mosaic.kernel(
         body, out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads * groups, head_dim), qkv.dtype), grid=(num_tokens, num_kv_heads),
-        grid_names=("token", "head"), kernel_name="rotary_kv_write", interpret=mosaic.interpret_params(interpret),
+        grid_names=("token", "head"), kernel_name="rotary_kv_write", interpret=interpret,
     )(*pools, qkv, query_cos, query_sin, key_cos, key_sin, page_table, rows, positions)
     return q, jax.freeze(pools[0]), jax.freeze(pools[1])

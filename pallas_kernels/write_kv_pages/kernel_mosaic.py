@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
 from pallas_kernels.ragged import token_positions, token_rows
 
 
@@ -38,6 +39,6 @@ def write_kv_pages(
 
     # plgpu.kernel has no input_output_aliases: references to the pools let XLA update them in place where they are donated.
     pools = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    plgpu.kernel(body, out_type=(), grid=(num_tokens, num_kv_heads), grid_names=("token", "head"), kernel_name="write_kv_pages",
-                 interpret=plgpu.InterpretGPUParams() if interpret else None)(*pools, k, v, page_table, rows, positions)
+    mosaic.kernel(body, out_type=(), grid=(num_tokens, num_kv_heads), grid_names=("token", "head"), kernel_name="write_kv_pages",
+                 interpret=interpret)(*pools, k, v, page_table, rows, positions)
     return jax.freeze(pools[0]), jax.freeze(pools[1])
