@@ -14,6 +14,7 @@ from pallas_kernels.dispatch import (
     choose,
     current_target,
     implementation_scope,
+    lowered_once,
     supports_all,
     supports_unless,
     traced_once,
@@ -129,6 +130,7 @@ def matmul_spec(x: ArrayLike, packed: ArrayLike, scales: ArrayLike, zeros: Array
                       zero_dtype=None if zeros is None else dtype_name(zeros), has_bias=bias is not None, out_dtype=out)
 
 
+@lowered_once
 def _run_mosaic(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> jax.Array:
     from pallas_kernels.int4_matmul import kernel_mosaic  # late: Pallas takes as long as jax to import
 
@@ -136,6 +138,7 @@ def _run_mosaic(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> 
                                      interpret=target.interpret)
 
 
+@lowered_once
 def _run_wgmma(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> jax.Array:
     from pallas_kernels.int4_matmul import kernel_wgmma  # late, as above
 

@@ -15,6 +15,7 @@ from pallas_kernels.dispatch import (
     choose,
     current_target,
     implementation_scope,
+    lowered_once,
     supports_all,
     supports_unless,
     traced_once,
@@ -31,7 +32,7 @@ from pallas_kernels.ragged_paged_attention.config import (
     wgmma_refusal,
     xla_config,
 )
-from pallas_kernels.ragged_paged_attention.mixed import FEW_ROWS, Attend, attend_mixed
+from pallas_kernels.ragged_paged_attention.mixed import FEW_ROWS, attend_mixed
 
 OP = "ragged_paged_attention"
 
@@ -141,19 +142,22 @@ def attention_spec(q: ArrayLike, k_pages: ArrayLike, v_pages: ArrayLike, page_ta
         max_q_len=max_q_len, sliding_window=sliding_window, softcap=softcap)
 
 
+@lowered_once
 def _run_mosaic(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
                 scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
-    from pallas_kernels.ragged_paged_attention import kernel_mosaic_prefill  # late: Pallas takes as long as jax to import
+    from pallas_kernels.ragged_paged_attention import kernel_mosaic, kernel_mosaic_prefill  # late: Pallas takes as long as jax to import
 
     arrays = q, k_pages, v_pages, page_table, cu_q_lens, kv_lens
     if spec.is_decode:
-        return _mosaic_decode(spec, target, scale=scale)(*arrays)
+        return kernel_mosaic.decode_attention(*arrays, scale=scale, sliding_window=spec.sliding_window, softcap=spec.softcap,
+                                              config=mosaic_config(spec), interpret=target.interpret)
     prefill = functools.partial(
         kernel_mosaic_prefill.prefill_attention, scale=scale, max_q_len=spec.max_q_len, sliding_window=spec.sliding_window,
         softcap=spec.softcap, config=mosaic_prefill_config(spec), interpret=target.interpret)
     return _prefill_or_mixed(prefill, arrays, scale=scale, spec=spec, target=target)
 
 
+@lowered_once
 def _run_wgmma(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, *,
                scale: float, spec: AttentionSpec, target: Target) -> jax.Array:
     from pallas_kernels.ragged_paged_attention import kernel_wgmma  # late, as above
@@ -164,22 +168,14 @@ def _run_wgmma(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table:
     return _prefill_or_mixed(prefill, (q, k_pages, v_pages, page_table, cu_q_lens, kv_lens), scale=scale, spec=spec, target=target)
 
 
-def _mosaic_decode(spec: AttentionSpec, target: Target, *, scale: float) -> Attend:
-    """kernel_mosaic for a batch of one token a row."""
-    from pallas_kernels.ragged_paged_attention import kernel_mosaic  # late, as above
-
-    return functools.partial(kernel_mosaic.decode_attention, scale=scale, sliding_window=spec.sliding_window, softcap=spec.softcap,
-                             config=mosaic_config(spec), interpret=target.interpret)
-
-
 def _prefill_or_mixed(prefill: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], *, scale: float, spec: AttentionSpec,
                       target: Target) -> jax.Array:
     """`prefill` for all rows, or where there are many of them and kernel_mosaic can, its decode for those of one token."""
     one_each = dataclasses.replace(spec, num_tokens=spec.num_rows, max_q_len=1)
     if spec.num_rows <= FEW_ROWS or mosaic_refusal(one_each, target) is not None:
         return prefill(*arrays, skip_single=False)
-    return attend_mixed(*arrays, prefill=functools.partial(prefill, skip_single=True),
-                        decode=_mosaic_decode(one_each, target, scale=scale))
+    decode = traced_once(_run_mosaic, scale=scale, spec=one_each, target=target)  # as a batch of so many decoding rows has it
+    return attend_mixed(*arrays, prefill=functools.partial(prefill, skip_single=True), decode=decode)
 
 
 def _run_jax_triton(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, page_table: jax.Array, cu_q_lens: jax.Array,

@@ -11,6 +11,7 @@ from pallas_kernels.dispatch import (
     choose,
     current_target,
     implementation_scope,
+    lowered_once,
     supports_all,
     supports_unless,
     traced_once,
@@ -112,6 +113,7 @@ def rotary_write_spec(qkv: ArrayLike, query_cos: ArrayLike, query_sin: ArrayLike
         page_size=k_pages.shape[2], pages_per_seq=page_table.shape[1], dtype=dtype_name(qkv), kv_dtype=dtype_name(k_pages))
 
 
+@lowered_once
 def _run_mosaic(*arrays: jax.Array, spec: RotaryWriteSpec, target: Target) -> tuple[jax.Array, jax.Array, jax.Array]:
     from pallas_kernels.rotary_kv_write import kernel_mosaic  # imported late: Pallas takes as long as jax to import
 
