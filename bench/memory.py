@@ -9,6 +9,7 @@ run the engine. JSON goes to --output_dir.
 import random
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,8 @@ def ttft_rows(seed: int) -> list[dict[str, Any]]:
 
 
 def preemption_rows(seed: int) -> list[dict[str, Any]]:
-    """A burst in half of the pages that it needs, deterministic: its outputs against those of a pool with room, and the work repeated.
+    """A burst in half of the pages that it needs, deterministic: its outputs against those of a pool with room, and the work repeated;
+    without swaps, with them where what the engine measured at start says so, and with them whatever they cost.
 
     Which victims cost how much is in bench/scheduling.py, on larger bursts.
     """
@@ -147,16 +149,23 @@ def preemption_rows(seed: int) -> list[dict[str, Any]]:
     need = sum(-(-(n + m) // size) for n, m in zip(lengths, outputs, strict=True))
     params = [jaxinfer.SamplingParams(temperature=t, seed=i, max_tokens=m, ignore_eos=True)
               for i, (m, t) in enumerate(zip(outputs, [0.0, 1.0] * 12, strict=True))]
-    found: dict[str, Any] = {}
-    for name, num_pages in (("undisturbed", need + 1), ("half", need // 2 + 1)):
-        llm = make_llm(**fixed, num_pages=num_pages)
-        results = llm.generate(random_prompts(llm, lengths, seed), params)
-        found[name] = [o.outputs[0].token_ids for o in results], llm.engine.scheduler.stats()
-    (want, _), (got, stats) = found["undisturbed"], found["half"]
-    total = sum(lengths) + sum(outputs)
-    return [{"pages_needed": need, "pages": need // 2, "requests": len(lengths), "outputs_equal": got == want,
-             "preemptions": stats.num_preemptions, "recomputed_tokens": stats.num_recomputed_tokens,
-             "extra_percent": 100 * stats.num_recomputed_tokens / total}]
+    llm = make_llm(**fixed, num_pages=need + 1)
+    prompts, whole_page_bytes = random_prompts(llm, lengths, seed), llm.engine.resolved.memory.page_bytes  # one device
+    want = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    rows: list[dict[str, Any]] = []
+    for swap in ("off", "where cheaper", "always"):
+        llm = make_llm(**fixed, num_pages=need // 2 + 1, swap_space_bytes=0 if swap == "off" else need * whole_page_bytes)
+        measured = llm.engine.host_pages.tokens_per_page
+        if swap == "always":
+            llm.engine.host_pages.tokens_per_page = 0.0
+        start = time.perf_counter()
+        got = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        seconds, stats = time.perf_counter() - start, llm.engine.scheduler.stats()
+        rows.append({"swap": swap, "pages_needed": need, "pages": need // 2, "requests": len(lengths), "outputs_equal": got == want,
+                     "preemptions": stats.num_preemptions, "recomputed_tokens": stats.num_recomputed_tokens,
+                     "swapped_tokens": stats.num_swapped_tokens, "page_costs_tokens": None if swap == "off" else measured,
+                     "extra_percent": 100 * stats.num_recomputed_tokens / (sum(lengths) + sum(outputs)), "seconds": seconds})
+    return rows
 
 
 def main(argv: list[str]) -> None:

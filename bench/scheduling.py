@@ -1,8 +1,8 @@
-"""What the scheduler's choices cost and save, on a modelled device: buckets under a bimodal load, victims in a pool too small.
+"""What the scheduler's choices cost and save, on a modelled device: buckets under a bimodal load, victims in a pool too small, swaps.
 
   python -m bench.scheduling [--name=scheduling] [--seed=0] [--output_dir=DIR]
-Plain Python: no model, no device, no jax. A step takes STEP_S + TOKEN_S * tokens, padded to the engine's token buckets, so all
-figures but the host's times follow from the seed. JSON goes to --output_dir.
+Plain Python: no model, no device, no jax. A step takes STEP_S + TOKEN_S * tokens, padded to the engine's token buckets, and PAGE_S for
+each page moved to the host or back before it, so all figures but the host's times follow from the seed. JSON goes to --output_dir.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxinfer import cli
 from jaxinfer.config import EngineConfig
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.sampling.params import SamplingParams
-from jaxinfer.scheduler import HashedPrefixCache, NullPrefixCache, PageAllocator, PrefixCache, SchedulePlan, Scheduler
+from jaxinfer.scheduler import HashedPrefixCache, HostPages, NullPrefixCache, PageAllocator, PrefixCache, SchedulePlan, Scheduler
 from jaxinfer.scheduler.policies import POLICIES
 
 STEP_S = 0.004      # a 7B model in bf16: its weights are read once a step
@@ -32,6 +32,7 @@ TOKEN_S = 20e-6     # and 50 000 prompt tokens/s
 TOKEN_BUCKETS = (128, 512, 2048)
 MAX_NUM_SEQS = 256
 PAGE_SIZE = 16
+PAGE_S = 60e-6      # 0.9 MB of a 7B model in bf16 (28 layers of 4 KV heads) at 15 GB/s, one way
 SHARED_LEN = 256
 
 
@@ -45,6 +46,7 @@ class Run:
     num_steps: int = 0
     host_s: float = 0.0
     num_preemptions: int = 0
+    num_pages_moved: int = 0
 
 
 class Device:
@@ -60,8 +62,13 @@ class Device:
         """Passes the plan's time; returns the tokens that it was padded to."""
         edges = [2**i for i in range(MAX_NUM_SEQS.bit_length())] if plan.is_decode_only else TOKEN_BUCKETS
         padded = next((edge for edge in edges if edge >= plan.num_tokens), plan.num_tokens)
-        self.now += STEP_S + TOKEN_S * padded
+        self.now += STEP_S + TOKEN_S * padded + PAGE_S * num_moved(plan)
         return padded
+
+
+def num_moved(plan: SchedulePlan) -> int:
+    """Pages that go to the host or come back."""
+    return len(plan.page_saves) + len(plan.page_loads)
 
 
 def make_request(name: str, rng: random.Random, num_prompt: int, num_output: int, *, arrival: float, prefix: Sequence[int] = (),
@@ -91,6 +98,7 @@ def serve(requests: Sequence[Request], *, num_pages: int, cache: bool, **setting
         run.num_padded += device.run(plan)
         run.num_tokens += plan.num_tokens
         run.num_steps += 1
+        run.num_pages_moved += num_moved(plan)
         tokens = list(range(next_token, next_token + len(plan.rows)))  # no two alike, so that nothing generated is shared
         next_token += len(plan.rows)
         finish = [FinishReason.LENGTH if row.samples and row.kv_len + 1 == row.request.max_total_len else None for row in plan.rows]
@@ -155,12 +163,33 @@ def preemption(seeds: Sequence[int]) -> list[dict[str, Any]]:
                 for grace in (0, 64):
                     runs = [serve(burst(s, shared=shared), num_pages=half_of_need(burst(s, shared=shared), shared), cache=cache,
                                   cost_aware_preemption=cost_aware, preemption_grace_tokens=grace) for s in seeds]
-                    useful = sum(r.num_tokens - 1 - r.num_cached_tokens for run in runs for r in run.requests)
                     rows.append({"prefixes": "shared" if shared else "none", "cache": cache, "victim": "cheapest" if cost_aware else "last",
-                                 "grace_tokens": grace, "preemptions": sum(run.num_preemptions for run in runs) / len(runs),
-                                 "extra_percent": 100 * (sum(run.num_tokens for run in runs) - useful) / useful,
-                                 "makespan_s": sum(max(r.finish_time or 0.0 for r in run.requests) for run in runs) / len(runs)})
+                                 "grace_tokens": grace, **means(runs)})
     return rows
+
+
+def swapping(seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """The same bursts, the pages of those who give way dropped, or moved to a host that has as many again as the pool."""
+    rows = []
+    for shared in (False, True):
+        for cache in (False, True):
+            for swap in (False, True):
+                runs = []
+                for s in seeds:
+                    num_pages = half_of_need(burst(s, shared=shared), shared)
+                    host_pages = HostPages(num_pages if swap else 0, tokens_per_page=2 * PAGE_S / TOKEN_S)
+                    runs.append(serve(burst(s, shared=shared), num_pages=num_pages, cache=cache, host_pages=host_pages))
+                rows.append({"prefixes": "shared" if shared else "none", "cache": cache, "preemption by": "swap" if swap else "recompute",
+                             **means(runs), "pages_moved": sum(run.num_pages_moved for run in runs) / len(runs)})
+    return rows
+
+
+def means(runs: Sequence[Run]) -> dict[str, float]:
+    """Preemptions, tokens computed beyond those that each request needs once, and time, a run."""
+    useful = sum(r.num_tokens - 1 - r.num_cached_tokens for run in runs for r in run.requests)
+    return {"preemptions": sum(run.num_preemptions for run in runs) / len(runs),
+            "extra_percent": 100 * (sum(run.num_tokens for run in runs) - useful) / useful,
+            "makespan_s": sum(max(r.finish_time or 0.0 for r in run.requests) for run in runs) / len(runs)}
 
 
 def half_of_need(requests: Sequence[Request], shared: bool) -> int:
@@ -205,7 +234,7 @@ def write(name: str, figures: dict[str, Any], folder: Path | None = None) -> Pat
 
 def measure(seed: int) -> dict[str, Any]:
     """All figures, printed as they come."""
-    figures: dict[str, Any] = {"model": {"step_s": STEP_S, "token_s": TOKEN_S, "token_buckets": TOKEN_BUCKETS}, "seed": seed}
+    figures: dict[str, Any] = {"model": {"step_s": STEP_S, "token_s": TOKEN_S, "token_buckets": TOKEN_BUCKETS, "page_s": PAGE_S}, "seed": seed}
     figures["bucketing"] = rows = bucketing(seed)
     print("Prompts of 32 and 2048 tokens, Poisson arrivals:")
     for off, on in zip(rows[::2], rows[1::2], strict=True):
@@ -214,6 +243,9 @@ def measure(seed: int) -> dict[str, Any]:
     figures["preemption"] = preemption(range(seed, seed + 8))
     print("\nBursts of 64 in half of the pages that they need, mean of 8:")
     print(report.table(figures["preemption"]))
+    figures["swapping"] = swapping(range(seed, seed + 8))
+    print("\nThe same bursts, preempted by recompute or by swap:")
+    print(report.table(figures["swapping"]))
     figures["host"] = host_times()
     print("\nHost time of a decode step:")
     print(report.table(figures["host"]))

@@ -66,6 +66,9 @@ class EngineConfig:
         0.5, "Part of a step's prefill tokens that the oldest prompt may take while shorter ones wait.")
     preemption_grace_tokens: int = setting(
         64, "Tokens for which a preempted request must find room beyond its own, and for which it is then spared.")
+    swap_space_bytes: int = setting(
+        0, "Bytes of host memory for the KV pages of preempted requests, which go there and come back where that takes less time than to "
+        "compute them again (measured at start); 0: they are always computed again.")
     token_buckets: tuple[int, ...] | None = setting(None, "Token counts that prefill steps are padded to.")
     batch_buckets: tuple[int, ...] | None = setting(None, "Row counts that decode steps are padded to.")
 
@@ -90,7 +93,8 @@ class EngineConfig:
             _require(getattr(self, name) in DTYPES, name, getattr(self, name), f"one of {', '.join(DTYPES)}")
         _require(self.page_size is None or self.page_size in PAGE_SIZES, "page_size", self.page_size, f"one of {PAGE_SIZES}")
         for name, least in (("max_model_len", 2), ("num_pages", 2), ("kv_cache_memory_bytes", 1), ("max_num_seqs", 1),
-                            ("max_num_batched_tokens", 1), ("tensor_parallel_size", 1), ("preemption_grace_tokens", 0)):
+                            ("max_num_batched_tokens", 1), ("tensor_parallel_size", 1), ("preemption_grace_tokens", 0),
+                            ("swap_space_bytes", 0)):
             value = getattr(self, name)
             _require(value is None or value >= least, name, value, f"an integer >= {least}")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")

@@ -115,7 +115,11 @@ def _memory(r: ResolvedConfig) -> str:
             f"{tokens // r.max_model_len} sequences of max_model_len, {r.max_num_seqs} of up to {tokens // r.max_num_seqs}"),
             ("largest step (estimate)", m.step_bytes, ""), ("total", m.total_bytes, ""),
             ("budget", m.budget_bytes, f"gpu_memory_utilization {r.engine.gpu_memory_utilization}")]
-    each = ", each device" if r.engine.tensor_parallel_size > 1 else ""
+    num = r.engine.tensor_parallel_size
+    each = ", each device" if num > 1 else ""
+    if r.num_host_pages:
+        rows.append(("host memory for swaps", r.num_host_pages * m.page_bytes * num,
+                     f"{r.num_host_pages} pages{' of all devices' * (num > 1)}, {r.num_host_pages * r.page_size} tokens of preempted requests"))
     return f"Memory{each}\n" + "\n".join(f"  {name:26} {size / 1e9:9.3f} GB  {note}".rstrip() for name, size, note in rows)
 
 

@@ -144,6 +144,7 @@ class Groups:
             "num_prompt_tokens": m.num_prefill_tokens, "num_output_tokens": m.num_output_tokens, "num_steps": m.num_steps,
             "host_ms_per_step": 1e3 * m.host_seconds / m.num_steps if m.num_steps else None,
             "num_waiting": stats.num_waiting, "num_running": stats.num_running, "num_preemptions": stats.num_preemptions,
+            "num_swapped_tokens": stats.num_swapped_tokens,
             "num_expired": stats.num_expired, "memory_bytes": memory_in_use(),
             "num_compiles_after_warmup": steps.num_compiles_after_warm_up,
             "num_executables": self._engine.warm_up.num_executables,

@@ -17,6 +17,7 @@ from jax import monitoring
 
 from jaxinfer.engine.fresh_state import new_state
 from jaxinfer.engine.load import LoadedModel, teacher_forced_logits
+from jaxinfer.engine.page_moves import NUM_PAGES_MOVED, padded, read_pages, write_pages
 from jaxinfer.engine.placement import Placement, device_nbytes
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
@@ -178,11 +179,15 @@ class CompiledSteps:
 
         One that is given the state to keep returns it.
         """
+        with self.aside():
+            return self._aside(function, donated)(*arguments)
+
+    def _aside(self, function: Callable[..., Any], donated: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """The function compiled, at warm-up or by its first call."""
         if function not in self._asides:
             outputs = self.placement.state if donated else self.placement.whole
             self._asides[function] = function if self.resolved.enforce_eager else self._jit(function, outputs, donate_argnums=donated)
-        with self.aside():
-            return self._asides[function](*arguments)
+        return self._asides[function]
 
     @property
     def num_compiles_after_warm_up(self) -> int:
@@ -268,6 +273,23 @@ class CompiledSteps:
             part[:, :len(chunk)] = np.asarray(chunk, np.int32).T
             self.state = self._copy_pages(self.state, *part)
 
+    def read_pages(self, pages: Sequence[int]) -> jax.Array:
+        """Contents of pages, after the steps dispatched before: [NUM_PAGES_MOVED, 2, L, K, Z, H], on their way to the host, the null page's
+        behind those asked for. Compiled at warm-up where pages are swapped."""
+        return _on_its_way(self._aside(read_pages)(self.state.cache, padded(pages)))
+
+    def write_pages(self, pages: Sequence[int], rows: np.ndarray) -> None:
+        """Gives at most NUM_PAGES_MOVED pages their contents [n, 2, L, K, Z, H], before the next step. Compiled as read_pages."""
+        block = np.zeros((NUM_PAGES_MOVED, *rows.shape[1:]), rows.dtype)
+        block[:len(rows)] = rows
+        self.state = self._aside(write_pages, (0,))(self.state, padded(pages), block)
+
+    def run_largest(self) -> int:
+        """Runs the largest bucket on padding alone, waits for it, and says how many tokens it has."""
+        layout = max((x for x in self.resolved.layouts if not x.decode_only), key=lambda x: x.num_tokens)
+        jax.block_until_ready(self.run(layout, _padding(layout), samples=False, wants_logprobs=False))
+        return layout.num_tokens
+
     def _compile(self, layout: StepLayout, jitted: jax.stages.Wrapped) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None]:
         """A bucket's step, and its burst if it has one, which loops over the jitted step: so the model is traced once for both."""
         params, state, num_steps = _abstract(self.params), _abstract(self.state), self.resolved.num_scheduler_steps
@@ -295,7 +317,7 @@ class CompiledSteps:
         return jax.ShapeDtypeStruct((num_rows, self.resolved.model.vocab_size), np.float32, sharding=self.state.page_table.sharding)
 
     def _compile_the_rest(self) -> None:
-        """What runs beside the buckets: long page-table updates, page copies, the writers of slots' tables, the scoring of prompts."""
+        """What runs beside the buckets: long page-table updates, page copies, swaps, the writers of slots' tables, the scoring of prompts."""
         state = _abstract(self.state)
         updates = self._from_host(NUM_BULK_UPDATES)
         slot, rules, counts = jax.tree.map(lambda x: self._from_host(*x.shape, dtype=x.dtype), self._empty_slot())
@@ -307,6 +329,11 @@ class CompiledSteps:
         if self.resolved.engine.enable_prefix_caching:
             copies = self._from_host(NUM_PAGE_COPIES)
             self._copy_pages = writer(copy_pages, copies, copies)
+        if self.resolved.num_host_pages:
+            m, r, pages = self.resolved.model, self.resolved, self._from_host(NUM_PAGES_MOVED)
+            rows = self._from_host(NUM_PAGES_MOVED, 2, m.num_layers, m.num_kv_heads, r.page_size, m.head_dim, dtype=r.kv_dtype)
+            self._asides[read_pages] = self._jit(read_pages, self.placement.whole).lower(state.cache, pages).compile()
+            self._asides[write_pages] = writer(write_pages, pages, rows)
         self._write_rules = writer(write_rules, slot, self._from_host(NUM_RECENT), rules)
         self._write_counts = writer(write_counts, slot, counts)
         masks = state.slots.rules.masks
@@ -333,9 +360,7 @@ class CompiledSteps:
     def _rehearse(self) -> None:
         """Runs every executable on padding, so that first-call costs (module load, autotuned plans) fall here."""
         for layout in self.resolved.layouts:
-            buffer = np.zeros(layout.num_words, np.int32)
-            layout.view(buffer, "slots")[:] = layout.null_slot
-            layout.view(buffer, "update_slots")[:] = layout.null_slot
+            buffer = _padding(layout)
             output = self.run(layout, buffer, samples=True, wants_logprobs=True)
             if self.runs_bursts(layout):
                 self.run_burst(layout, np.tile(buffer, (self.resolved.num_scheduler_steps, 1)))
@@ -349,6 +374,14 @@ class CompiledSteps:
         scores = self.score_prompt(np.zeros(NUM_SCORES, np.int32), np.zeros(NUM_SCORES, np.int32))
         jax.block_until_ready(self.state)
         jax.device_get((output, scores))
+
+
+def _padding(layout: StepLayout) -> np.ndarray:
+    """A packed buffer without rows."""
+    buffer = np.zeros(layout.num_words, np.int32)
+    layout.view(buffer, "slots")[:] = layout.null_slot
+    layout.view(buffer, "update_slots")[:] = layout.null_slot
+    return buffer
 
 
 def _on_its_way[T](output: T) -> T:

@@ -3,8 +3,9 @@
 The equality contract. A request (seed included) on engines of equal settings, weights and kernels gets:
 
     deterministic=True   the same bits, of tokens and log-probabilities, whether it runs alone or beside any neighbours, is prefilled
-                         whole or in chunks, cold or from the prefix cache (shared, copied and loaded pages alike), was preempted or
-                         not, with or without async_scheduling, in single steps or in bursts (num_scheduler_steps)
+                         whole or in chunks, cold or from the prefix cache (shared, copied and loaded pages alike), was preempted (and
+                         computed again or swapped) or not, with or without async_scheduling, in single steps or in bursts
+                         (num_scheduler_steps)
     otherwise            the same tokens up to the first place where the margin between the two likeliest is within the noise of the
                          dtype; beyond it the two are equally right answers
 
@@ -42,10 +43,12 @@ from jaxinfer.engine.resolve import ResolvedConfig, resolve
 from jaxinfer.engine.saved_prefixes import SavedPrefixes
 from jaxinfer.engine.slots import SlotWriter
 from jaxinfer.engine.structured import GrammarCompiler
+from jaxinfer.engine.swap import SwappedPages
 from jaxinfer.engine.weights import Weights
 from jaxinfer.errors import ConfigError, EngineError, JaxInferError, RequestError
 from jaxinfer.layers.rotary import prompt_class
 from jaxinfer.request import FinishReason, Request
+from jaxinfer.scheduler.host_pages import HostPages
 from jaxinfer.scheduler.pages import PageAllocator
 from jaxinfer.scheduler.plan import SchedulePlan
 from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, NullPrefixCache, PrefixCache
@@ -74,16 +77,19 @@ class Engine:
         model, placement = place(model)
         self.tokenizer = tokenizer
         self.resolved = resolve_for(model, placement, tokenizer, config)
+        self.steps = CompiledSteps(model, self.resolved, placement)
+        self._swapped = SwappedPages(self.resolved.num_host_pages, self.steps)
         self.pages = PageAllocator(self.resolved.num_pages, self.resolved.page_size)
         self.prefix_cache: PrefixCache = NullPrefixCache()
         if config.enable_prefix_caching:
             self.prefix_cache = HashedPrefixCache(self.pages, namespace=self._cache_namespace, enable_page_copies=True)
+        self.host_pages = HostPages(self.resolved.num_host_pages)
         self.scheduler = Scheduler(
             max_num_seqs=self.resolved.max_num_seqs, max_num_batched_tokens=self.resolved.max_num_batched_tokens,
             max_model_len=self.resolved.max_model_len, pages=self.pages, policy=config.scheduling_policy,
             length_buckets=config.length_buckets, length_bucket_caps=config.length_bucket_caps,
             long_prefill_share=config.long_prefill_share, preemption_grace_tokens=config.preemption_grace_tokens,
-            prefix_cache=self.prefix_cache)
+            prefix_cache=self.prefix_cache, host_pages=self.host_pages)
         self.outputs = OutputProcessor(tokenizer)
         self._guard = Guard()
         self._ended: collections.deque[Request] = collections.deque()
@@ -95,10 +101,11 @@ class Engine:
             read_bytes_per_s=self.resolved.hardware.read_bytes_per_s)
         self._in_flight: collections.deque[list[Launch]] = collections.deque()  # steps that were planned together: one, or a burst
         self._depth = 1 if config.async_scheduling and not config.enforce_eager else 0
-        self.steps = CompiledSteps(model, self.resolved, placement)
         self.saved_prefixes = SavedPrefixes(self.prefix_cache, self.pages, self.steps)
         self.weights = Weights(model, self.steps, self.pages)
         self.warm_up = self.steps.warm_up()
+        if self.resolved.num_host_pages:
+            self.host_pages.tokens_per_page = self._swapped.tokens_per_page()
         self._slot_words = SlotWords(self.resolved.max_num_seqs)
         self._slots = SlotWriter(self.steps, vocab_size=model.config.vocab_size)
         self.dumps = StepDumper(self.resolved, [p.name for p in self.steps.processors.processors])
@@ -140,6 +147,7 @@ class Engine:
                                   "withdraw them first (close their streams, abort them); update_weights(..., wait=True) lets them end.")
             while self._in_flight:  # what was dispatched before the last one ended
                 self._step()
+            self._swapped.forget()
             yield self.weights
 
     def abort(self, request: Request) -> None:
@@ -208,6 +216,7 @@ class Engine:
     def _apply_oldest(self) -> list[Request]:
         launches = self._in_flight.popleft()
         progressed = [request for launch in launches for request in self._take_in(launch)]
+        self._swapped.land(launches[0].plans[0])
         self.metrics.record([plan for launch in launches for plan in launch.plans], len(progressed))
         return list(dict.fromkeys(progressed))
 
@@ -228,8 +237,10 @@ class Engine:
         if len(updates) > layout.num_updates:
             self.steps.write_page_table(list(updates[layout.num_updates:]))
             updates = updates[:layout.num_updates]
+        self._swapped.save(plan)
         if plan.page_copies:
             self.steps.copy_pages(plan.page_copies)
+        self._swapped.load(plan)
         self._slots.write(plan)
         params = [row.request.params for row in plan.rows]
         samples, num_more = any(not p.is_greedy for p in params), self.resolved.num_scheduler_steps - 1
@@ -280,11 +291,13 @@ class Engine:
         buckets = " ".join(f"{x.num_tokens}" if x.decode_only else f"{x.num_tokens}x{x.num_rows}" for x in r.layouts)
         bursts = "" if r.num_scheduler_steps == 1 else f"bursts of {r.num_scheduler_steps} steps, looped on the device for buckets " + (
             " ".join(f"{x.num_rows}" for x in r.burst_layouts) or "none") + "; "
+        swaps = "" if not r.num_host_pages else (f"{r.num_host_pages} pages on the host, where preempted requests go if a page saves "
+                                                 f"{self.host_pages.tokens_per_page:.1f} tokens; ")
         shared = f"{r.engine.tensor_parallel_size} x {r.hardware.name}, on each" if r.engine.tensor_parallel_size > 1 else r.hardware.name
         return (f"{r.model.architecture} {r.dtype} on {shared}; weights {m.weight_bytes / 1e9:.2f} GB, KV pool "
                 f"{m.kv_bytes / 1e9:.2f} GB = {r.num_pages} pages of {r.page_size}; {r.max_num_seqs} sequences of up to {r.max_model_len} "
                 f"tokens, {r.max_num_batched_tokens} tokens a step; buckets (decode rows; tokens x rows): {buckets}; "
-                f"{bursts}{self.warm_up.num_executables} executables in {self.warm_up.seconds:.1f} s")
+                f"{bursts}{swaps}{self.warm_up.num_executables} executables in {self.warm_up.seconds:.1f} s")
 
 
 def resolve_for(model: LoadedModel, placement: Placement, tokenizer: Tokenizer | None, config: EngineConfig) -> ResolvedConfig:

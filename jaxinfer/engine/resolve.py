@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxinfer.config import CPU_MAX_NUM_SEQS, GPU_SCHEDULER_STEPS, EngineConfig
 from jaxinfer.engine.hardware import Hardware
+from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.scheduler.policies import find_policy
@@ -31,7 +32,7 @@ class MemoryPlan:
     weight_bytes: int
     kv_bytes: int
     step_bytes: int
-    """The slots' sampling tables, and an estimate of the largest step's activations and logits."""
+    """The slots' sampling tables, an estimate of the largest step's activations and logits, and pages on their way to the host and back."""
     budget_bytes: int
     """What the settings allow in all."""
     page_bytes: int
@@ -59,6 +60,8 @@ class ResolvedConfig:
     num_scheduler_steps: int
     page_size: int
     num_pages: int
+    num_host_pages: int
+    """Of swap_space_bytes: pages for what preempted requests have computed."""
     layouts: tuple[StepLayout, ...]
     """The closed set of buckets, smallest first."""
     memory: MemoryPlan
@@ -118,6 +121,9 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
     step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
     page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=part.num_kv_heads, page_size=page_size,
                                head_dim=model.head_dim, dtype_bytes=kv_dtype.itemsize)
+    num_host_pages = _num_host_pages(engine, page_bytes)
+    if num_host_pages:
+        step_bytes += 2 * MAX_CALLS_AHEAD * NUM_PAGES_MOVED * page_bytes * engine.tensor_parallel_size  # every device holds them whole
     pages_per_seq = -(-max_model_len // page_size)
     num_pages, budget = _num_pages(engine, hardware, weight_bytes=weight_bytes, step_bytes=step_bytes, page_bytes=page_bytes,
                                    pages_wanted=max_num_seqs * pages_per_seq + 1)
@@ -134,7 +140,7 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
         engine=engine, model=model, hardware=hardware, dtype=dtype, kv_dtype=kv_dtype, num_valid_tokens=num_valid_tokens,
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         num_scheduler_steps=engine.num_scheduler_steps or (1 if hardware.platform == "cpu" else GPU_SCHEDULER_STEPS),
-        page_size=page_size, num_pages=num_pages, layouts=layouts, memory=memory)
+        page_size=page_size, num_pages=num_pages, num_host_pages=num_host_pages, layouts=layouts, memory=memory)
     if engine.attention_implementation != "auto":
         for layout in layouts:
             attention_choice(resolved, layout)
@@ -278,6 +284,14 @@ def _dequantised_bytes(model: ModelConfig, dtype: np.dtype) -> int:
     quantised = {} if model.quantization is None else {
         module: k for module, k in model.projections().items() if model.quantization.format_of(module) is not None}
     return max((k * _widths(model)[module.split(".", 2)[2]] * dtype.itemsize for module, k in quantised.items()), default=0)
+
+
+def _num_host_pages(engine: EngineConfig, page_bytes: int) -> int:
+    """Pages that swap_space_bytes holds, each with the parts of all devices."""
+    whole = page_bytes * engine.tensor_parallel_size
+    if 0 < engine.swap_space_bytes < whole:
+        raise ConfigError(f"swap_space_bytes = {engine.swap_space_bytes}: less than one page of {whole} bytes; raise it, or leave it at 0.")
+    return engine.swap_space_bytes // whole
 
 
 def _num_pages(engine: EngineConfig, hardware: Hardware, *, weight_bytes: int, step_bytes: int, page_bytes: int,

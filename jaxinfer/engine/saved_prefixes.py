@@ -17,12 +17,10 @@ import numpy as np
 from jaxinfer.engine import cache_file
 from jaxinfer.engine.compiled import CompiledSteps
 from jaxinfer.engine.load import LoadedModel
+from jaxinfer.engine.page_moves import NUM_PAGES_MOVED
 from jaxinfer.errors import ConfigError, PrefixCacheError
 from jaxinfer.scheduler.pages import PageAllocator
 from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, PrefixCache
-from jaxinfer.state import DeviceState, KVCache
-
-NUM_PAGES_MOVED = 8  # pages that cross between host and device in one call
 
 
 class SavedPrefixes:
@@ -70,14 +68,15 @@ class SavedPrefixes:
     def _read(self, pages: Sequence[int]) -> Iterator[np.ndarray]:
         """The contents of pages, in blocks [n, 2, L, K, Z, H]."""
         for chunk in itertools.batched(pages, NUM_PAGES_MOVED):
-            yield np.asarray(self._steps.run_aside(read_pages, self._steps.state.cache, _padded(chunk)))[:len(chunk)]
+            with self._steps.aside():
+                rows = self._steps.read_pages(chunk)
+            yield np.asarray(rows)[:len(chunk)]
 
     def _write(self, pages: Sequence[int], rows: Iterator[np.ndarray]) -> None:
         """Gives pages their contents, [2, L, K, Z, H] each."""
         for chunk in itertools.batched(pages, NUM_PAGES_MOVED):
-            block = [next(rows) for _ in chunk]
-            block += [np.zeros_like(block[0])] * (NUM_PAGES_MOVED - len(chunk))
-            self._steps.state = self._steps.run_aside(write_pages, self._steps.state, _padded(chunk), np.stack(block), donated=(0,))
+            with self._steps.aside():
+                self._steps.write_pages(chunk, np.stack([next(rows) for _ in chunk]))
 
     def _identity(self, model: LoadedModel) -> cache_file.CacheIdentity:
         resolved, config = self._steps.resolved, model.config
@@ -89,18 +88,6 @@ class SavedPrefixes:
             row_shape=(2, config.num_layers, config.num_kv_heads, resolved.page_size, config.head_dim))
 
 
-def read_pages(cache: KVCache, pages: jax.Array) -> jax.Array:
-    """The contents of pages [C] int32: [C, 2, L, K, Z, H], keys and values."""
-    return jnp.stack([jnp.stack([layer[pages] for layer in layers], axis=1) for layers in (cache.k, cache.v)], axis=1)
-
-
-def write_pages(state: DeviceState, pages: jax.Array, rows: jax.Array) -> DeviceState:
-    """Gives pages [C] int32 the contents [C, 2, L, K, Z, H]; the null page may stand there often, with zeros. DONATES state."""
-    k, v = (tuple(layer.at[pages].set(rows[:, i, number]) for number, layer in enumerate(layers))
-            for i, layers in enumerate((state.cache.k, state.cache.v)))
-    return dataclasses.replace(state, cache=KVCache(k=k, v=v))
-
-
 def checksum(x: jax.Array) -> jax.Array:
     """uint32: the elements' bits, each times an odd number that its place decides, summed modulo 2**32: the same on any device.
 
@@ -110,8 +97,3 @@ def checksum(x: jax.Array) -> jax.Array:
     flat = bits.reshape(-1).astype(jnp.uint32)
     place = jax.lax.iota(jnp.uint32, flat.shape[0])
     return jnp.sum((flat + np.uint32(1)) * (place * np.uint32(2_654_435_762) + np.uint32(1)), dtype=jnp.uint32)
-
-
-def _padded(pages: Sequence[int]) -> np.ndarray:
-    """[NUM_PAGES_MOVED] int32, the null page behind the others."""
-    return np.asarray([*pages, *[0] * (NUM_PAGES_MOVED - len(pages))], np.int32)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxinfer.errors import RequestError
 from jaxinfer.request import Request
 from jaxinfer.scheduler.buckets import LengthBuckets
+from jaxinfer.scheduler.host_pages import HostPages
 from jaxinfer.scheduler.pages import PageAllocator
 from jaxinfer.scheduler.plan import Draft
 from jaxinfer.scheduler.prefix_cache import PrefixCache, PrefixHit
@@ -79,24 +80,26 @@ class Admission:
       running: where requests go.
       pages: the pool.
       prefix_cache: what requests may find there.
+      host_pages: what preempted requests may find there.
       buckets: how many of which length may be in prefill at once.
       grace_tokens: tokens for which a preempted request must find room beyond those it has.
       preempt: sends a running request back to the queue.
     """
 
     def __init__(self, *, waiting: WaitingQueue, running: RunningSet, pages: PageAllocator, prefix_cache: PrefixCache,
-                 buckets: LengthBuckets, grace_tokens: int, preempt: Callable[[Request], None]) -> None:
+                 host_pages: HostPages, buckets: LengthBuckets, grace_tokens: int, preempt: Callable[[Request], None]) -> None:
         self._waiting = waiting
         self._running = running
         self._pages = pages
         self._prefix_cache = prefix_cache
+        self._host_pages = host_pages
         self._buckets = buckets
         self._grace_tokens = grace_tokens
         self._preempt = preempt
         self._needs: dict[str, int] = {}  # pages that those who found no room need
         self._overtakes: Counter[str] = Counter()  # how often those were overtaken
         self._set_aside: dict[str, list[Request]] = {}  # id of a request in prefill -> those that wait for what it computes
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_recomputed_tokens = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_recomputed_tokens = self.num_swapped_tokens = 0
         """See SchedulerStats."""
 
     def admit(self, draft: Draft, prefills: list[Request]) -> None:
@@ -177,24 +180,28 @@ class Admission:
     def _start(self, request: Request, hit: PrefixHit, draft: Draft) -> None:
         self._waiting.remove(request)
         self.forget(request)
-        updates, copies = self._running.start(request, hit)
+        updates, copies, loads = self._running.start(request, hit)
+        self._host_pages.leave(request)
         draft.updates += updates
         draft.copies += copies
+        draft.loads += loads
         draft.kept.add(request.request_id)
         if request.num_preemptions == 0:
             request.num_cached_tokens = hit.num_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)
             self.num_cached_tokens += hit.num_tokens
+        elif hit.host_pages:
+            self.num_swapped_tokens += hit.num_tokens - len(hit.pages) * self._pages.page_size
         else:
             self.num_recomputed_tokens += request.num_tokens - hit.num_tokens
 
     def _find_room(self, request: Request, *, num_reserved: int) -> PrefixHit | None:
-        """What the prefix cache has for a waiting request, if the pool can hold its tokens beside num_reserved pages."""
+        """What prefix cache and host have for a waiting request, if the pool can hold its tokens beside num_reserved pages."""
         room = self._pages.num_free - num_reserved
         needs = self._needs.get(request.request_id)
         if needs is not None and room < needs:
             return None  # not worth another search
-        hit = self._prefix_cache.match(request)
+        hit = self._host_pages.beyond(self._prefix_cache.match(request), request)
         num_owned = sum(1 for page in hit.pages if self._pages.owners(page))
         num_needed = self._num_wanted(request) - num_owned
         if room < num_needed:

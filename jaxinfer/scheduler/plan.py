@@ -12,6 +12,10 @@ PageUpdate = tuple[int, int, int]
 """(slot, entry, page): a write to the device's page table."""
 PageCopy = tuple[int, int]
 """(source, destination)."""
+PageSave = tuple[int, int]
+"""(page, host page)."""
+PageLoad = tuple[int, int]
+"""(host page, page)."""
 
 
 class ScheduledRow(NamedTuple):
@@ -58,6 +62,12 @@ class SchedulePlan:
     page_copies: tuple[PageCopy, ...] = ()
     """Pages to be copied over all layers after the steps before and before this one writes. All sources are read first, or
     one copy after the other in this order: both are right. Empty unless the prefix cache was made with enable_page_copies."""
+    page_saves: tuple[PageSave, ...] = ()
+    """Pages to be read into host memory after the steps before and before this plan writes anything, by a copy too. Empty without a
+    HostPages, as are the loads."""
+    page_loads: tuple[PageLoad, ...] = ()
+    """Pages to be written from host memory, as the saves of this plan and of those before left it, after all saves and copies and
+    before the step."""
 
     @property
     def is_decode_only(self) -> bool:
@@ -80,7 +90,11 @@ class SchedulerStats:
     num_cached_tokens: int
     """Of those, tokens taken from the prefix cache."""
     num_recomputed_tokens: int
-    """Tokens that preempted requests must compute again: what the prefix cache kept for them is not counted."""
+    """Tokens that preempted requests must compute again: what the prefix cache or the host kept for them is not counted."""
+    num_swapped_tokens: int = 0
+    """Tokens of preempted requests that came back from host memory."""
+    num_host_pages: int = 0
+    """Host pages that hold tokens of requests that wait."""
     num_expired: int = 0
     """Requests ended at their deadline."""
 
@@ -95,5 +109,6 @@ class Draft:
     prefills: list[ScheduledRow] = dataclasses.field(default_factory=list)
     updates: list[PageUpdate] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
+    loads: list[PageLoad] = dataclasses.field(default_factory=list)
     kept: set[str] = dataclasses.field(default_factory=set)
     """Ids of the requests that do not give way in this plan: they have a row, or were admitted by it."""

@@ -8,14 +8,16 @@ from jaxinfer.request import Request
 
 
 class PrefixHit(NamedTuple):
-    """Pages that hold the first num_tokens tokens of a request."""
+    """Where the first num_tokens tokens of a request are."""
 
     pages: list[int]
     """Full pages, to be shared."""
     num_tokens: int
-    """Those in the page to be copied included."""
+    """Those in the page to be copied included, or those on the host."""
     copy_from: int | None = None
     """The page whose beginning is the request's next one; never to be shared."""
+    host_pages: Sequence[int] = ()
+    """Host pages that hold what follows `pages` (HostPages.beyond; a prefix cache has none). Not together with copy_from."""
 
 
 class PrefixCache(abc.ABC):

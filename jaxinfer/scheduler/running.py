@@ -7,8 +7,9 @@ ones only as far as it reads; kv_lens bounds every read, so what lies beyond is 
 from collections import Counter
 
 from jaxinfer.request import Request, RequestStatus
+from jaxinfer.scheduler.host_pages import HostPages
 from jaxinfer.scheduler.pages import PageAllocator, PageEntry, PageShortage
-from jaxinfer.scheduler.plan import PageCopy, PageUpdate
+from jaxinfer.scheduler.plan import PageCopy, PageLoad, PageUpdate
 from jaxinfer.scheduler.policies import Policy
 from jaxinfer.scheduler.prefix_cache import PrefixCache, PrefixHit
 
@@ -20,13 +21,14 @@ class RunningSet:
       max_num_seqs: slots; numbered from 0.
       pages: the pool that the requests' pages come from.
       prefix_cache: told when a request gives up its pages.
+      host_pages: say what giving way costs where pages can be moved.
       policy: which requests give way first.
       grace_tokens: tokens for which a request admitted again is spared, while there are others.
       cost_aware: of those that may give way, the one that loses least; False: the last one.
     """
 
-    def __init__(self, *, max_num_seqs: int, pages: PageAllocator, prefix_cache: PrefixCache, policy: Policy, grace_tokens: int,
-                 cost_aware: bool) -> None:
+    def __init__(self, *, max_num_seqs: int, pages: PageAllocator, prefix_cache: PrefixCache, host_pages: HostPages, policy: Policy,
+                 grace_tokens: int, cost_aware: bool) -> None:
         self.requests: dict[str, Request] = {}
         """By request id, the first in rank first. Changed by start() and release() only."""
         self._policy = policy
@@ -36,6 +38,7 @@ class RunningSet:
         self._max_num_seqs = max_num_seqs
         self._pages = pages
         self._prefix_cache = prefix_cache
+        self._host_pages = host_pages
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -49,8 +52,9 @@ class RunningSet:
         """Running requests that have several tokens left to compute, by rank."""
         return [r for r in self.requests.values() if r.num_tokens + r.num_in_flight - r.num_computed_tokens > 1]
 
-    def start(self, request: Request, hit: PrefixHit) -> tuple[list[PageUpdate], list[PageCopy]]:
-        """Gives a waiting request a slot, and the pages that the prefix cache has for it; one page must be free for a copy."""
+    def start(self, request: Request, hit: PrefixHit) -> tuple[list[PageUpdate], list[PageCopy], list[PageLoad]]:
+        """Gives a waiting request a slot, the pages that the prefix cache has for it, and new ones for a copy or for what the host has;
+        these must be free."""
         assert request.status is RequestStatus.WAITING and request.slot is None and not request.pages, request.request_id
         self._pages.share(hit.pages)
         slot = self._free_slots.pop()
@@ -61,13 +65,13 @@ class RunningSet:
             self.requests = dict(sorted(self.requests.items(), key=lambda item: self._policy.key(item[1], 0.0)))
         if request.num_preemptions:
             self._spared_until[request.request_id] = request.num_tokens + self._grace_tokens
-        copies: list[PageCopy] = []
-        if hit.copy_from is not None:
-            granted = self._pages.allocate(1)
-            assert isinstance(granted, list), "room for the copy was not checked"
-            request.pages += granted
-            copies = [(hit.copy_from, page) for page in granted if page != hit.copy_from]
-        return [(slot, entry, page) for entry, page in enumerate(request.pages)], copies
+        assert hit.copy_from is None or not hit.host_pages, "a hit goes on in one way"
+        granted = self._pages.allocate(len(hit.host_pages) + (hit.copy_from is not None))
+        assert isinstance(granted, list), "room for the copy, or for what the host has, was not checked"
+        request.pages += granted
+        copies = [(hit.copy_from, page) for page in granted if page != hit.copy_from] if hit.copy_from is not None else []
+        loads = list(zip(hit.host_pages, granted, strict=True)) if hit.host_pages else []
+        return [(slot, entry, page) for entry, page in enumerate(request.pages)], copies, loads
 
     def extend(self, request: Request, num_pages: int) -> list[PageUpdate] | PageShortage:
         """Adds num_pages pages to a running request, or says what is free and changes nothing."""
@@ -105,15 +109,23 @@ class RunningSet:
         behind = [r for r in reversed(self.requests.values()) if r.priority > request.priority and self._policy.key(r, 0.0) > key]
         return sorted(behind, key=self.sacrifice)
 
-    def sacrifice(self, request: Request) -> tuple[int, bool, bool, int]:
-        """Sort key of those who may give way: class, whether anything is gained, whether it just came back, tokens lost.
-
-        Lost are the tokens in pages that nobody else holds: the pool is empty, so these pages are what others will write.
-        """
+    def sacrifice(self, request: Request) -> tuple[int, bool, bool, float]:
+        """Sort key of those who may give way: class, whether anything is gained, whether it just came back, what it costs: the tokens
+        lost, or the move of its pages to the host and back where that is cheaper."""
         num_exclusive = self._pages.num_exclusive(request.pages)
-        num_lost = request.num_computed_tokens - (len(request.pages) - num_exclusive) * self._pages.page_size
+        price = self._host_pages.price(len(request.pages), self._num_lost(request, num_exclusive))
         spared = request.num_tokens + request.num_in_flight < self._spared_until.get(request.request_id, 0)
-        return -request.priority if self._policy.uses_priority else 0, num_exclusive == 0, spared, num_lost
+        return -request.priority if self._policy.uses_priority else 0, num_exclusive == 0, spared, price
+
+    def num_lost(self, request: Request) -> int:
+        """Tokens that a running request loses with its pages, unless they are moved.
+
+        They are those in pages that nobody else holds: the pool is empty, so these pages are what others will write.
+        """
+        return self._num_lost(request, self._pages.num_exclusive(request.pages))
+
+    def _num_lost(self, request: Request, num_exclusive: int) -> int:
+        return request.num_computed_tokens - (len(request.pages) - num_exclusive) * self._pages.page_size
 
     def page_entries(self, request: Request) -> list[PageEntry]:
         """A request's page table."""

@@ -1,4 +1,4 @@
-"""Decides what each step computes: admission, chunked prefill, pages on demand, preemption.
+"""Decides what each step computes: admission, chunked prefill, pages on demand, preemption by recompute or by swap.
 
 Knows requests, slots and page numbers; no arrays, no padding, no model. Plain Python: never imports jax or numpy.
 
@@ -21,6 +21,7 @@ from jaxinfer.request import FinishReason, Request, RequestStatus
 from jaxinfer.scheduler.admission import Admission, refuse_what_never_fits
 from jaxinfer.scheduler.buckets import LengthBuckets
 from jaxinfer.scheduler.filling import StepFiller
+from jaxinfer.scheduler.host_pages import HostPages
 from jaxinfer.scheduler.pages import PageAllocator, PageEntry
 from jaxinfer.scheduler.plan import Draft, ScheduledRow, SchedulePlan, SchedulerStats
 from jaxinfer.scheduler.policies import find_policy
@@ -45,6 +46,7 @@ class Scheduler:
       max_model_len: prompt plus output tokens of a request at most.
       pages: the pool.
       prefix_cache: a cache on the same pool, or NullPrefixCache.
+      host_pages: where what preempted requests have computed may be kept, if moving it is cheaper; None: it is computed again.
       policy: name in POLICIES.
       max_prefill_rows: prefill chunks in one plan at most; None: no limit of its own.
       length_buckets: edges of buckets by length that queue apart (LengthBuckets); None or (): all in one queue.
@@ -60,7 +62,7 @@ class Scheduler:
     """
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, pages: PageAllocator,
-                 prefix_cache: PrefixCache, policy: str = "fcfs", max_prefill_rows: int | None = None,
+                 prefix_cache: PrefixCache, host_pages: HostPages | None = None, policy: str = "fcfs", max_prefill_rows: int | None = None,
                  length_buckets: Sequence[int] | None = None, length_bucket_caps: Sequence[int] | None = None,
                  long_prefill_share: float = 0.5, preemption_grace_tokens: int = 64, cost_aware_preemption: bool = True,
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,6 +81,7 @@ class Scheduler:
         rows = max_num_seqs if max_prefill_rows is None else max_prefill_rows
         self._pages = pages
         self._prefix_cache = prefix_cache
+        self._host_pages = HostPages(0) if host_pages is None else host_pages
         self._clock = clock
         policy_row = find_policy(policy)
         self._interrupts = policy_row.interrupts
@@ -86,10 +89,11 @@ class Scheduler:
                                       max_rows=rows)
         self._waiting = WaitingQueue(policy_row, num_buckets=len(self._buckets),
                                      num_cached=lambda request: prefix_cache.match(request).num_tokens)
-        self._running = RunningSet(max_num_seqs=max_num_seqs, pages=pages, prefix_cache=prefix_cache, policy=policy_row,
-                                   grace_tokens=preemption_grace_tokens, cost_aware=cost_aware_preemption)
+        self._running = RunningSet(max_num_seqs=max_num_seqs, pages=pages, prefix_cache=prefix_cache, host_pages=self._host_pages,
+                                   policy=policy_row, grace_tokens=preemption_grace_tokens, cost_aware=cost_aware_preemption)
         self._admission = Admission(waiting=self._waiting, running=self._running, pages=pages, prefix_cache=prefix_cache,
-                                    buckets=self._buckets, grace_tokens=preemption_grace_tokens, preempt=self._preempt)
+                                    host_pages=self._host_pages, buckets=self._buckets, grace_tokens=preemption_grace_tokens,
+                                    preempt=self._preempt)
         self._filler = StepFiller(running=self._running, pages=pages, buckets=self._buckets, max_prefill_rows=rows,
                                   long_prefill_share=long_prefill_share, preempt=self._preempt)
         self._orders: dict[str, int] = {}  # numbers of arrival of unfinished requests
@@ -142,6 +146,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             self._admission.forget(request)
+            self._host_pages.forget(request)
             request.status = RequestStatus.FINISHED
         del self._orders[request.request_id]
         request.finish_reason = reason
@@ -188,7 +193,7 @@ class Scheduler:
             rows=(*draft.decodes, *draft.prefills), page_updates=tuple(draft.updates),
             num_tokens=self._max_num_batched_tokens - draft.budget,
             num_prefill_tokens=sum(row.num_tokens for row in draft.prefills), preempted=tuple(self._preempted),
-            page_copies=tuple(draft.copies))
+            page_copies=tuple(draft.copies), page_saves=self._host_pages.end_plan(), page_loads=tuple(draft.loads))
         self._preempted.clear()
         self._dispatched.append(plan)
         return plan
@@ -244,10 +249,13 @@ class Scheduler:
                 self._prefix_cache.insert(request)
 
     def _enqueue(self, request: Request) -> None:
-        self._waiting.push(request, order=self._orders[request.request_id], now=self._clock(), bucket=self._buckets.of(request.num_tokens))
+        num_left = request.num_tokens - self._host_pages.num_tokens(request)  # less than none while tokens are in flight
+        self._waiting.push(request, order=self._orders[request.request_id], now=self._clock(), bucket=self._buckets.of(num_left))
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue without pages. Its steps in flight still count; admitted again, it computes all it knows."""
+        """Back to the queue without pages. Its steps in flight still count; admitted again, it computes all that neither the prefix cache
+        nor the host has kept."""
+        self._host_pages.save(request, self._running.num_lost(request))
         self._prefix_cache.insert(request)
         self._running.release(request, RequestStatus.WAITING)
         request.num_computed_tokens = 0
@@ -275,7 +283,8 @@ class Scheduler:
             num_waiting=self.num_waiting, num_running=self.num_running, num_free_pages=self._pages.num_free,
             num_cached_pages=self._pages.num_cached, num_preemptions=self._num_preemptions, num_prompt_tokens=self._admission.num_prompt_tokens,
             num_cached_tokens=self._admission.num_cached_tokens,
-            num_recomputed_tokens=self._admission.num_recomputed_tokens,
+            num_recomputed_tokens=self._admission.num_recomputed_tokens, num_swapped_tokens=self._admission.num_swapped_tokens,
+            num_host_pages=self._host_pages.num_pages - self._host_pages.num_free,
             num_expired=self._num_expired)
 
     def page_entries(self, request: Request) -> list[PageEntry]:
@@ -289,11 +298,12 @@ class Scheduler:
         assert self._orders.keys() == self._running.requests.keys() | {r.request_id for r in self._waiting}, "a request is lost"
         self._admission.check_invariants()
         self._running.check_invariants()
+        self._host_pages.check_invariants(list(self._waiting))
         self._prefix_cache.check_invariants()
 
     def dump(self) -> str:
         """The present state for a person: requests, their page tables, the pool."""
         waiting = [f"waiting {request.request_id!r}: {request.num_tokens} tokens known + {request.num_in_flight} in flight, preempted "
-                   f"{request.num_preemptions} times" for request in self._waiting]
+                   f"{request.num_preemptions} times, {self._host_pages.num_tokens(request)} tokens on the host" for request in self._waiting]
         return "\n".join([f"{self.num_running} running, {self.num_waiting} waiting, {len(self._dispatched)} plans in flight, "
                           f"{self._num_preemptions} preemptions", *waiting, self._running.dump()])

@@ -1,7 +1,8 @@
 """A pretend engine for the scheduler's tests: a model whose every token depends on all tokens before, and a device of pages.
 
 The K/V of a position is a hash of the namespace and all tokens up to it, as a real layer's is a function of them. Each row checks
-every position that it reads, so a page that is stale, foreign, shared too early or overwritten shows at the row that reads it.
+every position that it reads, so a page that is stale, foreign, shared too early or overwritten shows at the row that reads it; a page
+that comes back from the host is checked as it comes.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.scheduler.host_pages import HostPages
 from jaxinfer.scheduler.pages import PageAllocator
 from jaxinfer.scheduler.plan import ScheduledRow, SchedulePlan
 from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, PrefixCache
@@ -74,6 +76,9 @@ class Setup:
     """Bursts dispatched ahead of the oldest unread one."""
     burst: int = 1
     """Steps of a burst at most."""
+    num_host_pages: int = 0
+    tokens_per_page: float = 0.0
+    """What moving a page out and back costs."""
 
     @property
     def max_model_len(self) -> int:
@@ -88,15 +93,19 @@ class Simulator:
         self.pages = PageAllocator(setup.capacity + 1, setup.page_size)
         self.cache = make_cache(self.pages)
         self.clock = Clock()
+        self.host_pages = HostPages(setup.num_host_pages, tokens_per_page=setup.tokens_per_page)
         self.scheduler = Scheduler(
             max_num_seqs=setup.max_num_seqs, max_num_batched_tokens=setup.max_num_batched_tokens, max_model_len=setup.max_model_len,
-            pages=self.pages, prefix_cache=self.cache, policy=setup.policy, max_prefill_rows=setup.max_prefill_rows, clock=self.clock,
-            length_buckets=setup.length_buckets, long_prefill_share=setup.long_prefill_share, preemption_grace_tokens=setup.grace_tokens,
-            cost_aware_preemption=setup.cost_aware)
+            pages=self.pages, prefix_cache=self.cache, host_pages=self.host_pages, policy=setup.policy,
+            max_prefill_rows=setup.max_prefill_rows, clock=self.clock, length_buckets=setup.length_buckets,
+            long_prefill_share=setup.long_prefill_share, preemption_grace_tokens=setup.grace_tokens, cost_aware_preemption=setup.cost_aware)
         self.table = [[-1] * setup.capacity for _ in range(setup.max_num_seqs)]
         self.kv: dict[tuple[int, int], int] = {}
+        """(page, offset) -> content."""
+        self.host_kv: dict[tuple[int, int], int] = {}
         self.last_tokens = [-1] * setup.max_num_seqs
         self.in_flight: deque[list[tuple[SchedulePlan, list[int]]]] = deque()
+        self.requests: list[Request] = []
         self.references: dict[str, tuple[list[int], list[int]]] = {}
         self.first_rows: dict[Request, int] = {}
         """Requests in the order of their first rows, and the step of each."""
@@ -107,6 +116,7 @@ class Simulator:
         """Invariants are checked in one step of so many."""
 
     def add(self, request: Request, *, deadline: float | None = None) -> None:
+        self.requests.append(request)
         self.references[request.request_id] = reference(request)
         self.scheduler.add(request, deadline=deadline)
 
@@ -139,6 +149,7 @@ class Simulator:
             assert self.num_steps < max_steps, "too many steps:\n" + self.scheduler.dump()
             self.step()
         assert self.pages.num_free == self.pages.capacity and self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.host_pages.num_free == self.host_pages.num_pages
 
     def _check(self, plan: SchedulePlan) -> None:
         """The plan's own promises."""
@@ -147,6 +158,11 @@ class Simulator:
         assert len({row.request.request_id for row in plan.rows}) == len({row.slot for row in plan.rows}) == len(plan.rows)
         assert len({update[:2] for update in plan.page_updates}) == len(plan.page_updates)
         assert len({to for _, to in plan.page_copies}) == len(plan.page_copies) and all(page != to for page, to in plan.page_copies)
+        assert len({host_page for _, host_page in plan.page_saves}) == len(plan.page_saves)
+        assert len(set(plan.page_saves)) == len(plan.page_saves) and 0 not in {page for page, _ in plan.page_saves}
+        loaded = {page for _, page in plan.page_loads}
+        assert len(loaded) == len(plan.page_loads) == len({host_page for host_page, _ in plan.page_loads})
+        assert not loaded & {to for _, to in plan.page_copies}, "copied over and loaded"
         num_prefills = 0
         for row in plan.rows:
             assert row.num_tokens == 1 if row.from_device else row.num_tokens == len(row.token_ids) > 0
@@ -161,8 +177,7 @@ class Simulator:
     def _run(self, plan: SchedulePlan) -> list[int]:
         for slot, entry, page in plan.page_updates:
             self.table[slot][entry] = page
-        size = self.setup.page_size
-        self.kv |= {(to, i): self.kv[page, i] for page, to in plan.page_copies for i in range(size) if (page, i) in self.kv}
+        self._move_pages(plan)
         written: dict[tuple[int, int], int] = {}
         tokens = [self._run_row(row, written) for row in plan.rows]
         self.kv |= written
@@ -170,6 +185,22 @@ class Simulator:
             if row.samples:
                 self.last_tokens[row.slot] = token
         return tokens
+
+    def _move_pages(self, plan: SchedulePlan) -> None:
+        """Saves, copies and loads, in this order; a load must bring what its request has computed, to the last token."""
+        places = range(self.setup.page_size)
+        for page, host_page in plan.page_saves:
+            self.host_kv |= {(host_page, i): self.kv.get((page, i), -1) for i in places}
+        self.kv |= {(to, i): self.kv[page, i] for page, to in plan.page_copies for i in places if (page, i) in self.kv}
+        self.kv |= {(page, i): self.host_kv[host_page, i] for host_page, page in plan.page_loads for i in places}
+        starts = {row.request.request_id: row.start for row in plan.rows}
+        owners = {page: (request, index) for request in self.requests for index, page in enumerate(request.pages)} if plan.page_loads else {}
+        for _, page in plan.page_loads:
+            request, index = owners[page]
+            num_there = starts.get(request.request_id, request.num_computed_tokens)
+            wanted = self.references[request.request_id][1][index * len(places):min((index + 1) * len(places), num_there)]
+            assert self.pages.owners(page) == 1 and wanted, f"page {page} is loaded for nobody"
+            assert [self.kv[page, i] for i in range(len(wanted))] == wanted, f"page {page}: the host has something else"
 
     def _run_row(self, row: ScheduledRow, written: dict[tuple[int, int], int]) -> int:
         tokens, contents = self.references[row.request.request_id]

@@ -37,6 +37,16 @@ def test_the_cheaper_victims_cost_less_work_in_half_of_the_pages() -> None:
     assert extra[1] < 0.95 * extra[0], extra
 
 
+def test_swaps_cost_no_work_and_less_time_than_recompute() -> None:
+    rows = {(row["prefixes"], row["cache"], row["preemption by"]): row for row in scheduling.swapping(range(2))}
+    assert len(rows) == 8
+    for prefixes, cache, by in rows:
+        recompute, swap = rows[prefixes, cache, "recompute"], rows[prefixes, cache, "swap"]
+        assert recompute["pages_moved"] == 0 < swap["pages_moved"] and swap["preemptions"] > 0
+        assert swap["extra_percent"] < (0.5 if cache else 1e-9) < recompute["extra_percent"], (prefixes, cache, by)
+        assert swap["makespan_s"] < recompute["makespan_s"]
+
+
 def test_figures_are_written_without_jax(tmp_path: Path) -> None:
     path = scheduling.write("figures", {"seed": 3}, tmp_path)
     written = json.loads(path.read_text())

@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer.request import Request
 from jaxinfer.scheduler import HashedPrefixCache, NullPrefixCache, PageAllocator
+from jaxinfer.scheduler.host_pages import HostPages
 from jaxinfer.scheduler.policies import POLICIES
 from jaxinfer.scheduler.prefix_cache import PrefixHit
 from jaxinfer.scheduler.running import RunningSet
@@ -13,8 +14,8 @@ from tests.scheduler.simulator import Setup, Simulator, check_output, expected_o
 
 
 def running_set(pages: PageAllocator, *, policy: str = "fcfs", grace_tokens: int = 0) -> RunningSet:
-    return RunningSet(max_num_seqs=6, pages=pages, prefix_cache=NullPrefixCache(), policy=POLICIES[policy], grace_tokens=grace_tokens,
-                      cost_aware=True)
+    return RunningSet(max_num_seqs=6, pages=pages, prefix_cache=NullPrefixCache(), host_pages=HostPages(0), policy=POLICIES[policy],
+                      grace_tokens=grace_tokens, cost_aware=True)
 
 
 def start(running: RunningSet, name: str, num_tokens: int, *, shared: list[int] | None = None, priority: int = 0) -> Request:

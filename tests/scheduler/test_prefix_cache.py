@@ -160,7 +160,7 @@ def test_the_null_cache_keeps_nothing(pages: PageAllocator) -> None:
     request = make_request("a", list(range(9)), 8)
     request.pages, request.num_computed_tokens = pages.allocate(3), 9
     cache.insert(request)
-    assert cache.match(make_request("b", list(range(9)), 8)) == ([], 0, None)
+    assert cache.match(make_request("b", list(range(9)), 8)) == ([], 0, None, ())
     cache.discard(request)
     cache.release(request)
     cache.check_invariants()

@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.request import FinishReason, Request, RequestStatus
-from jaxinfer.scheduler import HashedPrefixCache, NullPrefixCache, PageAllocator, SchedulePlan, Scheduler
+from jaxinfer.scheduler import HashedPrefixCache, HostPages, NullPrefixCache, PageAllocator, SchedulePlan, Scheduler
 from jaxinfer.scheduler.policies import POLICIES
 from jaxinfer.scheduler.running import RunningSet
 from tests.scheduler.simulator import Setup, Simulator, check_output, make_request
@@ -183,8 +183,8 @@ def test_the_latest_waits_rather_than_take_pages_from_those_before_it() -> None:
 
 def test_victims_are_the_latest_without_a_row() -> None:
     pages = PageAllocator(9, 4)
-    running = RunningSet(max_num_seqs=3, pages=pages, prefix_cache=NullPrefixCache(), policy=POLICIES["fcfs"], grace_tokens=0,
-                         cost_aware=False)
+    running = RunningSet(max_num_seqs=3, pages=pages, prefix_cache=NullPrefixCache(), host_pages=HostPages(0), policy=POLICIES["fcfs"],
+                         grace_tokens=0, cost_aware=False)
     a, b, c = (make_request(name, [1] * 4, 4) for name in "abc")
     for request in (a, b, c):
         running.start(request, NullPrefixCache().match(request))

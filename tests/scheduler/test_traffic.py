@@ -43,7 +43,8 @@ def setups(draw) -> Setup:
                  depth=draw(st.integers(0, 2)), burst=draw(st.sampled_from([1, 1, 2, 5])),
                  length_buckets=draw(st.sampled_from([(), (), (4,), (2, 8, 16)])),
                  long_prefill_share=draw(st.sampled_from([0.1, 0.5, 1.0])), grace_tokens=draw(st.sampled_from([0, 4, 64])),
-                 cost_aware=draw(st.booleans()))
+                 cost_aware=draw(st.booleans()), num_host_pages=draw(st.sampled_from([0, 2, 6, 40])),
+                 tokens_per_page=draw(st.sampled_from([0.0, 0.4, 1.5, 100.0])))
 
 
 @st.composite
@@ -107,12 +108,12 @@ def test_every_request_gets_its_tokens_and_every_page_returns(data: st.DataObjec
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_ten_thousand_steps_on_a_short_pool(policy: str) -> None:
     """One engine after the other, with and without buckets, copies and steps ahead, until 10 000 steps are done."""
-    rng, num_steps, totals = random.Random(policy), 0, [0, 0, 0]
+    rng, num_steps, totals = random.Random(policy), 0, [0, 0, 0, 0]
     system = [rng.randrange(1, 50) for _ in range(26)]
     while num_steps < 10_000:
         setup = Setup(max_num_seqs=6, max_num_batched_tokens=24, capacity=18, page_size=4, depth=rng.choice([0, 1, 3]), policy=policy,
                       burst=rng.choice([1, 4]), length_buckets=rng.choice([(), (4, 16)]), grace_tokens=rng.choice([0, 8]),
-                      cost_aware=rng.random() < 0.8)
+                      cost_aware=rng.random() < 0.8, num_host_pages=rng.choice([0, 9, 60]), tokens_per_page=rng.choice([0.0, 1.0]))
         simulator = Simulator(setup, functools.partial(HashedPrefixCache, enable_page_copies=rng.random() < 0.5))
         simulator.check_every = 2
         arrivals, step = [], 0
@@ -126,5 +127,6 @@ def test_ten_thousand_steps_on_a_short_pool(policy: str) -> None:
         drive(simulator, arrivals)
         stats = simulator.scheduler.stats()
         num_steps += simulator.num_steps
-        totals = [a + b for a, b in zip(totals, (stats.num_preemptions, stats.num_cached_tokens, stats.num_expired), strict=True)]
-    assert totals[0] > 200 and totals[1] > 10_000 and totals[2] > 20, totals  # the traffic did press on the pool
+        totals = [a + b for a, b in zip(totals, (stats.num_preemptions, stats.num_cached_tokens, stats.num_expired,
+                                                     stats.num_swapped_tokens), strict=True)]
+    assert totals[0] > 200 and totals[1] > 10_000 and totals[2] > 20 and totals[3] > 200, totals  # the traffic did press on the pool
