@@ -17,6 +17,9 @@ import concurrent.futures
 import gc
 import logging
 import math
+import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +37,7 @@ from jaxinfer.errors import CheckpointError
 BATCH_BYTES = 128 << 20
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
+ASYNCIO_SECONDS = 1.0
 
 
 class CheckpointWriter:
@@ -68,7 +72,7 @@ class CheckpointWriter:
                 self._tensors.update(self._journal.open(self.output))
             else:
                 staging.make_partial(self.folder, self.output)
-            logging.getLogger("absl").addFilter(self._quiet)
+            self._quiet.begin()
         except BaseException as error:
             self._close()
             if isinstance(error, OSError):
@@ -87,7 +91,7 @@ class CheckpointWriter:
     def _close(self) -> None:
         """Ends the thread and removes what is left of the unfinished folder, unless it can be continued."""
         self._pool.shutdown(wait=True)  # the batch in flight must not write into a folder that is being removed
-        logging.getLogger("absl").removeFilter(self._quiet)
+        self._quiet.end()
         if self._journal is None:
             staging.remove_tree(self.folder)
         else:
@@ -195,8 +199,13 @@ class CheckpointWriter:
             context.array.saving.use_compression = False
             context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
             context.array.saving.enable_pinned_host_transfer = False
-            with context:
-                work()
+            before = set(threading.enumerate())
+            try:
+                with context:
+                    work()
+            except BaseException:
+                _await_orbax(before)
+                raise
 
         self._in_flight = self._pool.submit(guarded), num_bytes
 
@@ -212,10 +221,48 @@ class CheckpointWriter:
 
 
 class _QuietOrbax(logging.Filter):
-    """Drops Orbax's own log lines: one a batch, and three tracebacks for an error that the writer reports itself."""
+    """Drops what Orbax says beside the error that it raises, which the writer reports itself.
+
+    That is its own log lines, one a batch and a traceback for every thread that met the error, and the complaints of what still ran in
+    an event loop that it closed over an error: of tasks through asyncio's log, of TensorStore's callbacks through the unraisable hook.
+    """
+
+    _hook: Callable[["sys.UnraisableHookArgs"], object] | None = None
+
+    def begin(self) -> None:
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(self)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+
+    def end(self) -> None:
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).removeFilter(self)
+        if self._hook is not None:
+            sys.unraisablehook, self._hook = self._hook, None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
+        return "orbax" not in (record.getMessage() if record.name == "asyncio" else record.pathname)
+
+    def _unraisable(self, dropped: "sys.UnraisableHookArgs") -> None:
+        hook = self._hook or sys.__unraisablehook__  # a callback may still come in while `end` runs
+        if not (isinstance(dropped.exc_value, RuntimeError) and str(dropped.exc_value) == "Event loop is closed"):
+            hook(dropped)
+
+
+def _await_orbax(before: set[threading.Thread]) -> None:
+    """Waits until the threads that Orbax started since `before` have ended.
+
+    A save raises what its first thread met, while the others still write: into a folder that is about to be removed, which they would
+    make again, and with tracebacks for what they miss there. Orbax's own threads end when their work does. Those of asyncio are waited
+    for briefly: they hold one file operation at most, and where Orbax leaves their event loop open they never end.
+    """
+    for thread in set(threading.enumerate()) - before:
+        if type(thread).__module__.startswith("orbax."):
+            threading.Thread.join(thread)  # its own `join` raises what the thread met
+    deadline = time.monotonic() + ASYNCIO_SECONDS
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("asyncio_"):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:

@@ -275,15 +275,48 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "does not exist" in done.stderr
 
 
-def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path) -> None:
-    """A real failure inside Orbax: the process may write files of 20 kB at most."""
+LATE_THREAD = """
+import time, convert.writer, tensorstore
+real = tensorstore.Transaction
+def late(**arguments):
+    if not arguments:  # the transaction of the file of shardings, which has a thread of its own
+        time.sleep(1); print("late", flush=True)
+    return real(**arguments)
+tensorstore.Transaction = late
+"""
+
+
+@pytest.mark.parametrize("before", ["", LATE_THREAD], ids=["", "late_thread"])
+def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path, before: str) -> None:
+    """A real failure inside Orbax: the process may write files of 20 kB at most. No thread of Orbax writes, or speaks, afterwards."""
     config = hf_config(tied=True)
     source = write_hf(tmp_path / "hf", config, hf_tensors(config))
-    limited = "import resource, sys, convert.__main__ as m; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); sys.exit(m.main())"
+    limited = (f"import resource, sys, convert.__main__ as m\n{before}\nresource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+               "sys.exit(m.main())")
     done = subprocess.run([sys.executable, "-c", limited, f"--model={source}", f"--output={tmp_path / 'out'}"], cwd=ROOT,
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "cannot be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout == ("late\n" if before else "")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_complaints_about_a_loop_that_orbax_closed_are_dropped_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from callbacks, whose exceptions Python hands to the unraisable hook, as it does those of `__del__`."""
+    class Callback:
+        def __init__(self, message: str) -> None:
+            self.message = message
+
+        def __del__(self) -> None:
+            raise RuntimeError(self.message)
+
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: seen.append(str(dropped.exc_value)))
+    before = sys.unraisablehook
+    with writer.CheckpointWriter(tmp_path / "out", overwrite=False):
+        for message in ("Event loop is closed", "another"):
+            Callback(message)
+        assert seen == ["another"]
+    assert sys.unraisablehook is before and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
