@@ -1,11 +1,14 @@
 """The engine on a tiny random model: random traffic, closed compile set, and equality of the ways to serve a request."""
 
+import jax
 import numpy as np
 import pytest
 
 import jaxinfer
+from jaxinfer.engine.compiled import enable_compilation_cache, jit_logits
 from jaxinfer.errors import CapacityError, ConfigError, RequestError
 from jaxinfer.request import FinishReason
+from tests.engine.conftest import SINGLE, SMALL
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -42,9 +45,15 @@ def test_random_traffic_ends_returns_its_pages_and_compiles_nothing(make_llm):
 
 def test_greedy_follows_the_teacher_forced_argmax(make_llm, tiny_model):
     prompts = prompts_of([1, 5, 16, 17, 40, 100], seed=1)
-    for out in make_llm().generate(prompts, jaxinfer.SamplingParams(max_tokens=12, **GREEDY)):
-        sequence = np.array([[*out.prompt_token_ids, *out.outputs[0].token_ids]], np.int32)
-        logits = np.asarray(tiny_model.logits(sequence))[0, len(out.prompt_token_ids) - 1:-1]
+    outputs = make_llm().generate(prompts, jaxinfer.SamplingParams(max_tokens=12, **GREEDY))
+    lengths = np.array([len(out.prompt_token_ids) + 12 for out in outputs], np.int32)
+    sequences = np.zeros((len(outputs), lengths.max()), np.int32)
+    for sequence, out in zip(sequences, outputs, strict=True):
+        ids_of = [*out.prompt_token_ids, *out.outputs[0].token_ids]
+        sequence[:len(ids_of)] = ids_of
+    forced = np.asarray(jit_logits(tiny_model)(sequences, lengths))
+    for row, length, out in zip(forced, lengths, outputs, strict=True):
+        logits = row[len(out.prompt_token_ids) - 1:length - 1]
         top2 = np.sort(logits, axis=-1)[:, -2:]
         clear = top2[:, 1] - top2[:, 0] > 1e-4
         assert clear.sum() > 6 and (logits.argmax(-1) == out.outputs[0].token_ids)[clear].all()
@@ -126,8 +135,7 @@ def test_non_finite_logits_end_the_request_with_an_error(tiny_model):
     broken = {**tiny_model.params, name: tiny_model.params[name].at[3].set(np.nan)}
     import dataclasses
 
-    llm = jaxinfer.LLM.from_model(dataclasses.replace(tiny_model, params=broken), max_num_seqs=1, max_num_batched_tokens=16,
-                                  compilation_cache_dir=None)
+    llm = jaxinfer.LLM.from_model(dataclasses.replace(tiny_model, params=broken), **SMALL, **SINGLE)
     (out,) = llm.generate({"prompt_token_ids": [1, 2, 3]})
     assert out.outputs[0].finish_reason is FinishReason.ERROR and "non-finite logits, first in its layer 1" in out.error
 
@@ -171,8 +179,6 @@ def test_bad_requests_beside_the_prompt(make_llm):
     ({"num_scheduler_steps": 0}, ConfigError, "an integer in [1, 32]"),
 ])
 def test_settings_that_cannot_work_are_refused(tiny_model, settings, error, message):
-    from tests.engine.conftest import SMALL
-
     with pytest.raises(error) as raised:
         jaxinfer.LLM.from_model(tiny_model, **{**SMALL, **settings})
     assert message in str(raised.value)
@@ -188,3 +194,17 @@ def test_eager_mode_gives_the_same_tokens(make_llm):
 def test_donated_state_is_reused_in_place(make_llm):
     warm_up = make_llm().engine.warm_up
     assert warm_up.aliased_bytes >= warm_up.state_bytes
+
+
+def test_the_folder_of_compiled_programs_is_the_processs_own_or_else_the_settings(tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for own, asked, then in (("own", "asked", "own"), (None, None, None), (None, "asked", "asked")):
+            jax.config.update(names[0], own and str(tmp_path / own))
+            enable_compilation_cache(asked and str(tmp_path / asked))
+            assert jax.config.jax_compilation_cache_dir == (then and str(tmp_path / then))
+        assert (tmp_path / "asked").is_dir() and jax.config.jax_persistent_cache_min_compile_time_secs == 0.5
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

@@ -8,6 +8,7 @@ import pytest
 
 import jaxinfer
 from jaxinfer import source
+from jaxinfer.engine.compiled import jit_logits
 from jaxinfer.errors import CheckpointError, RequestError
 from tests.engine.conftest import SMALL
 
@@ -59,7 +60,7 @@ def test_a_checkpoint_without_tokenizer_takes_token_ids(tmp_path: Path, monkeypa
     assert llm.tokenizer is None and llm.engine.resolved.num_valid_tokens == llm.engine.model.config.vocab_size
     golden = np.random.default_rng(0).integers(0, llm.engine.model.config.vocab_size, 8).tolist()
     (out,) = llm.generate({"prompt_token_ids": golden}, jaxinfer.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
-    logits = np.asarray(llm.engine.model.logits(np.array([[*golden, *out.outputs[0].token_ids]], np.int32)))[0, 7:-1]
+    logits = np.asarray(jit_logits(llm.engine.model)(np.array([[*golden, *out.outputs[0].token_ids]], np.int32)))[0, 7:-1]
     assert out.outputs[0].token_ids == tuple(logits.argmax(-1).tolist())
     with pytest.raises(RequestError, match="no tokenizer"):
         llm.generate("text")
