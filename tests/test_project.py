@@ -54,7 +54,7 @@ CONVERT_MAY = {"models", "layers", "quant", "checkpoint", "tokenizer", "textfile
 NO_JAX = ("errors", "config", "request", "sampling.params", "scheduler", "detokenizer", "tiktoken_tokenizer", "tokenizer", "jsonl", "chat",
           "textfile", "cli", "demo", "source", "generate")
 KERNELS_MAY = {"jax", "jaxlib", "numpy", "ml_dtypes", "pallas_kernels"}
-JIT_FILES = {"jaxinfer/engine/compiled.py", "jaxinfer/engine/load.py"}
+JIT_FILES = {"jaxinfer/engine/compiled.py", "jaxinfer/engine/executables.py", "jaxinfer/engine/load.py"}
 
 
 def sources(*packages: str) -> list[Path]:

@@ -1,11 +1,9 @@
-"""The only jax.jit calls of the engine: the closed set of executables, their warm-up, and the count of compiles."""
+"""Runs one engine's executables: their warm-up, the device state that they hand on, and the count of compiles."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,24 +13,18 @@ import jax
 import numpy as np
 from jax import monitoring
 
+from jaxinfer.engine.executables import NUM_BULK_UPDATES, NUM_MASKS, NUM_PAGE_COPIES, Builder, empty_slot, jit_placed
 from jaxinfer.engine.fresh_state import new_state
 from jaxinfer.engine.load import LoadedModel, teacher_forced_logits
 from jaxinfer.engine.page_moves import NUM_PAGES_MOVED, padded, read_pages, write_pages
 from jaxinfer.engine.placement import Placement, device_nbytes
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
-from jaxinfer.engine.step import burst, copy_pages, sample_rows, score_prompt, step, update_page_table, write_counts, write_masks, write_rules
-from jaxinfer.sampling.logprobs import token_logprobs
-from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.processors import registered_processors
-from jaxinfer.sampling.rules import token_rules
-from jaxinfer.state import NUM_RECENT, DeviceState, SlotTables, StepLayout, StepOutput, TokenLogprobs, TokenRules
+from jaxinfer.state import NUM_RECENT, StepLayout, StepOutput, TokenLogprobs, TokenRules
 
 logger = logging.getLogger(__name__)
 
-NUM_BULK_UPDATES = 1024  # page-table writes in one call of the bulk updater
-NUM_PAGE_COPIES = 8      # pages copied by one call
-NUM_MASKS = 16           # rows under a grammar whose masks one call writes
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -98,58 +90,22 @@ class CompiledSteps:
         self.processors = registered_processors()
         self.processors.check_functions(resolved.model.vocab_size)
         self.state = new_state(resolved, placement, self.processors)
-        graphdef, weights = placement.graphdef(model), placement.params(model)
-
-        def shared_step(params: dict[str, jax.Array], state: DeviceState, buffer: jax.Array, *,
-                        layout: StepLayout) -> tuple[StepOutput, jax.Array, DeviceState]:
-            one = functools.partial(step, graphdef=graphdef, layout=layout, num_valid_tokens=resolved.num_valid_tokens,
-                                    attention_implementation=resolved.attention_implementation)
-            return placement.on_each(one, inputs=(weights, placement.state, placement.whole), outputs=self._step_outputs)(params, state, buffer)
-
-        self._step = shared_step
-        self._step_outputs = (placement.whole, placement.whole, placement.state)
-        self._executables: dict[StepLayout, jax.stages.Compiled] = {}
-        self._bursts: dict[StepLayout, jax.stages.Compiled] = {}
-        # By number of rows; dispatched after a step in which a row asks for more than the greedy token.
-        self._samplers: dict[int, Callable[..., tuple[StepOutput, SlotTables]]] = {}
-        self._logprobs: dict[int, Callable[..., TokenLogprobs]] = {}
-        for layout in resolved.layouts:
-            self._samplers[layout.num_rows] = functools.partial(
-                sample_rows, layout=layout, num_valid_tokens=resolved.num_valid_tokens, processors=self.processors)
-            self._logprobs[layout.num_rows] = functools.partial(
-                token_logprobs, num_valid_tokens=resolved.num_valid_tokens, num_logprobs=resolved.engine.max_logprobs)
+        self._builder = Builder(model, resolved, placement, self.processors)
+        self._executables = self._builder.functions()
         self._asides: dict[Callable[..., Any], Callable[..., Any]] = {}
-        # Run as they are where steps are not compiled.
-        self._update_page_table: Callable[..., DeviceState] = update_page_table
-        self._copy_pages: Callable[..., DeviceState] = copy_pages
-        self._write_rules: Callable[..., DeviceState] = write_rules
-        self._write_masks: Callable[..., jax.Array] = write_masks
-        self._write_counts: Callable[..., DeviceState] = write_counts
-        self._score: Callable[..., TokenLogprobs] = placement.on_each(
-            functools.partial(score_prompt, graphdef=graphdef, num_valid_tokens=resolved.num_valid_tokens,
-                              num_logprobs=resolved.engine.max_logprobs),
-            inputs=(weights, placement.whole, placement.whole, placement.whole), outputs=placement.whole)
 
     def warm_up(self) -> WarmUp:
         """Compiles every bucket, in threads, and runs each once on padding alone. After this nothing compiles."""
         start = time.perf_counter()
         if not self.resolved.enforce_eager:
-            layouts, burst_layouts = self.resolved.layouts, self.resolved.burst_layouts
-            logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", len(layouts) + len(burst_layouts))
-            jitted = self._jit(self._step, self._step_outputs, static_argnames=("layout",), donate_argnames=("state",))
-            with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                steps = pool.map(functools.partial(self._compile, jitted=jitted), layouts)
-                samplers = pool.map(self._compile_sampler, self._samplers)
-                logprobs = pool.map(self._compile_logprobs, self._logprobs)
-                self._compile_the_rest()
-                for layout, (one, many) in zip(layouts, steps, strict=True):
-                    self._executables[layout] = one
-                    self._bursts |= {layout: many} if many is not None else {}
-                self._samplers = dict(zip(self._samplers, samplers, strict=True))
-                self._logprobs = dict(zip(self._logprobs, logprobs, strict=True))
+            num_executables = len(self.resolved.layouts) + len(self.resolved.burst_layouts)
+            logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", num_executables)
+            self._executables = self._builder.compiled(self.params, self.state)
+            if self._executables.read_pages is not None and self._executables.write_pages is not None:
+                self._asides |= {read_pages: self._executables.read_pages, write_pages: self._executables.write_pages}
             self._rehearse()
         self.compiles_at_start = self.counter.count
-        executables = [*self._executables.values(), *self._bursts.values()]
+        executables = [] if self.resolved.enforce_eager else self._executables.of_buckets
         plans = [plan for e in executables if (plan := e.memory_analysis()) is not None]
         return WarmUp(
             num_executables=len(executables), seconds=time.perf_counter() - start,
@@ -186,7 +142,8 @@ class CompiledSteps:
         """The function compiled, at warm-up or by its first call."""
         if function not in self._asides:
             outputs = self.placement.state if donated else self.placement.whole
-            self._asides[function] = function if self.resolved.enforce_eager else self._jit(function, outputs, donate_argnums=donated)
+            self._asides[function] = function if self.resolved.enforce_eager else jit_placed(
+                function, self.placement, outputs, donate_argnums=donated)
         return self._asides[function]
 
     @property
@@ -204,22 +161,19 @@ class CompiledSteps:
           wants_logprobs: a row wants log-probabilities.
           before_sampling: called between the dispatch of the step and that of its sampler, if a row asks for more.
         """
-        if self.resolved.enforce_eager:
-            buffer_in: Any = jax.numpy.asarray(buffer)
-            output, logits, self.state = self._step(self.params, self.state, buffer_in, layout=layout)
-        else:
-            output, logits, self.state = self._executables[layout](self.params, self.state, buffer)
+        words: Any = jax.numpy.asarray(buffer) if self.resolved.enforce_eager else buffer
+        output, logits, self.state = self._executables.steps[layout](self.params, self.state, words)
         if samples:
             before_sampling()
-            output, slots = self._samplers[layout.num_rows](self.state.slots, logits, buffer[:layout.num_row_words])
+            output, slots = self._executables.samplers[layout.num_rows](self.state.slots, logits, buffer[:layout.num_row_words])
             self.state = dataclasses.replace(self.state, slots=slots)
         if wants_logprobs:
-            output = dataclasses.replace(output, logprobs=self._logprobs[layout.num_rows](logits, output.tokens))
+            output = dataclasses.replace(output, logprobs=self._executables.logprobs[layout.num_rows](logits, output.tokens))
         return _on_its_way(output)
 
     def runs_bursts(self, layout: StepLayout) -> bool:
         """Bursts of the bucket are one executable."""
-        return layout in self._bursts
+        return layout in self._executables.bursts
 
     def run_burst(self, layout: StepLayout, buffers: np.ndarray) -> StepOutput:
         """As run(), for K = num_scheduler_steps steps in a row in which every row is greedy and plain: one launch for all of them.
@@ -231,16 +185,16 @@ class CompiledSteps:
         Returns:
           tokens and finite [K, B].
         """
-        output, self.state = self._bursts[layout](self.params, self.state, buffers)
+        output, self.state = self._executables.bursts[layout](self.params, self.state, buffers)
         return _on_its_way(output)
 
     def score_prompt(self, rows: np.ndarray, targets: np.ndarray) -> TokenLogprobs:
         """Log-probabilities of `targets` at `rows` of the last mixed step's hidden states, both [NUM_SCORES] int32."""
-        return _on_its_way(self._score(self.params, self.state.hidden, rows, targets))
+        return _on_its_way(self._executables.score(self.params, self.state.hidden, rows, targets))
 
     def write_rules(self, slot: int, recent_tokens: np.ndarray, rules: TokenRules) -> None:
         """Gives a slot its request's rules and last output tokens."""
-        self.state = self._write_rules(self.state, np.asarray(slot, np.int32), recent_tokens, rules)
+        self.state = self._executables.write_rules(self.state, np.asarray(slot, np.int32), recent_tokens, rules)
 
     def write_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
         """Gives slots [n] int32 the masks [n, ceil(V / 32)] uint32 of their next token."""
@@ -249,12 +203,12 @@ class CompiledSteps:
             n = len(slots[start:start + NUM_MASKS])
             part[:n], words[:n] = slots[start:start + n], masks[start:start + n]
             tables = self.state.slots
-            rules = dataclasses.replace(tables.rules, masks=self._write_masks(tables.rules.masks, part, words))
+            rules = dataclasses.replace(tables.rules, masks=self._executables.write_masks(tables.rules.masks, part, words))
             self.state = dataclasses.replace(self.state, slots=dataclasses.replace(tables, rules=rules))
 
     def write_counts(self, slot: int, counts: np.ndarray) -> None:
         """Gives a slot its request's token counts [V]."""
-        self.state = self._write_counts(self.state, np.asarray(slot, np.int32), counts)
+        self.state = self._executables.write_counts(self.state, np.asarray(slot, np.int32), counts)
 
     def write_page_table(self, updates: list[tuple[int, int, int]]) -> None:
         """Page-table writes (slot, entry, page) beyond what a step's buffer takes."""
@@ -263,7 +217,7 @@ class CompiledSteps:
             part[0] = self.resolved.max_num_seqs
             chunk = updates[start:start + NUM_BULK_UPDATES]
             part[:, :len(chunk)] = np.asarray(chunk, np.int32).T
-            self.state = self._update_page_table(self.state, *part)
+            self.state = self._executables.update_page_table(self.state, *part)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages (source, destination) over all layers, after the steps dispatched before and before the next one."""
@@ -271,7 +225,7 @@ class CompiledSteps:
             part = np.zeros((2, NUM_PAGE_COPIES), np.int32)  # padding copies the null page onto itself
             chunk = copies[start:start + NUM_PAGE_COPIES]
             part[:, :len(chunk)] = np.asarray(chunk, np.int32).T
-            self.state = self._copy_pages(self.state, *part)
+            self.state = self._executables.copy_pages(self.state, *part)
 
     def read_pages(self, pages: Sequence[int]) -> jax.Array:
         """Contents of pages, after the steps dispatched before: [NUM_PAGES_MOVED, 2, L, K, Z, H], on their way to the host, the null page's
@@ -290,73 +244,6 @@ class CompiledSteps:
         jax.block_until_ready(self.run(layout, _padding(layout), samples=False, wants_logprobs=False))
         return layout.num_tokens
 
-    def _compile(self, layout: StepLayout, jitted: jax.stages.Wrapped) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None]:
-        """A bucket's step, and its burst if it has one, which loops over the jitted step: so the model is traced once for both."""
-        params, state, num_steps = _abstract(self.params), _abstract(self.state), self.resolved.num_scheduler_steps
-        one = jitted.lower(params, state, self._from_host(layout.num_words), layout=layout)
-        many = None
-        if layout in self.resolved.burst_layouts:
-            looped = functools.partial(burst, step=functools.partial(jitted, layout=layout))
-            many = self._jit(looped, (self.placement.whole, self.placement.state), donate_argnames=("state",)).lower(
-                params, state, self._from_host(num_steps, layout.num_words))
-        compiled = one.compile(), None if many is None else many.compile()
-        logger.debug("compiled %s%s", layout, "" if many is None else f" and its bursts of {num_steps}")
-        return compiled
-
-    def _compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
-        sampler = self._samplers[num_rows]
-        words = sampler.keywords["layout"].num_row_words  # type: ignore[attr-defined]
-        return self._jit(sampler, self.placement.whole, donate_argnames=("slots",)).lower(
-            _abstract(self.state.slots), self._abstract_logits(num_rows), self._from_host(words)).compile()
-
-    def _compile_logprobs(self, num_rows: int) -> jax.stages.Compiled:
-        tokens = jax.ShapeDtypeStruct((num_rows,), np.int32, sharding=self.state.page_table.sharding)
-        return self._jit(self._logprobs[num_rows], self.placement.whole).lower(self._abstract_logits(num_rows), tokens).compile()
-
-    def _abstract_logits(self, num_rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_rows, self.resolved.model.vocab_size), np.float32, sharding=self.state.page_table.sharding)
-
-    def _compile_the_rest(self) -> None:
-        """What runs beside the buckets: long page-table updates, page copies, swaps, the writers of slots' tables, the scoring of prompts."""
-        state = _abstract(self.state)
-        updates = self._from_host(NUM_BULK_UPDATES)
-        slot, rules, counts = jax.tree.map(lambda x: self._from_host(*x.shape, dtype=x.dtype), self._empty_slot())
-
-        def writer(function: Callable[..., DeviceState], *args: Any) -> jax.stages.Compiled:
-            return self._jit(function, self.placement.state, donate_argnames=("state",)).lower(state, *args).compile()
-
-        self._update_page_table = writer(update_page_table, updates, updates, updates)
-        if self.resolved.engine.enable_prefix_caching:
-            copies = self._from_host(NUM_PAGE_COPIES)
-            self._copy_pages = writer(copy_pages, copies, copies)
-        if self.resolved.num_host_pages:
-            m, r, pages = self.resolved.model, self.resolved, self._from_host(NUM_PAGES_MOVED)
-            rows = self._from_host(NUM_PAGES_MOVED, 2, m.num_layers, m.num_kv_heads, r.page_size, m.head_dim, dtype=r.kv_dtype)
-            self._asides[read_pages] = self._jit(read_pages, self.placement.whole).lower(state.cache, pages).compile()
-            self._asides[write_pages] = writer(write_pages, pages, rows)
-        self._write_rules = writer(write_rules, slot, self._from_host(NUM_RECENT), rules)
-        self._write_counts = writer(write_counts, slot, counts)
-        masks = state.slots.rules.masks
-        self._write_masks = self._jit(write_masks, self.placement.whole, donate_argnames=("table",)).lower(
-            masks, self._from_host(NUM_MASKS), self._from_host(NUM_MASKS, masks.shape[2], dtype=np.uint32)).compile()
-        scores = self._from_host(NUM_SCORES)
-        self._score = self._jit(self._score, self.placement.whole).lower(
-            _abstract(self.params), state.hidden, scores, scores).compile()
-
-    def _jit(self, function: Callable[..., Any], outputs: Any, **options: Any) -> jax.stages.Wrapped:
-        """jax.jit; over several devices the results lie as `outputs` says (a tree of shardings, or the beginning of one)."""
-        return jax.jit(function, **options) if self.placement.mesh is None else jax.jit(function, out_shardings=outputs, **options)
-
-    def _from_host(self, *shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
-        """What a call brings along as a numpy array."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.host_array)
-
-    def _empty_slot(self) -> tuple[np.ndarray, TokenRules, np.ndarray]:
-        """The padding's slot, and what leaves it without rules and counts."""
-        vocab_size = self.resolved.model.vocab_size
-        rules = token_rules(SamplingParams(), (), (), vocab_size=vocab_size, processors=self.processors)
-        return np.asarray(self.resolved.max_num_seqs, np.int32), rules, np.zeros(vocab_size, np.int32)
-
     def _rehearse(self) -> None:
         """Runs every executable on padding, so that first-call costs (module load, autotuned plans) fall here."""
         for layout in self.resolved.layouts:
@@ -367,7 +254,7 @@ class CompiledSteps:
         self.write_page_table([(self.resolved.max_num_seqs, 0, 0)])
         if self.resolved.engine.enable_prefix_caching:
             self.copy_pages([(0, 0)])
-        slot, rules, counts = self._empty_slot()
+        slot, rules, counts = empty_slot(self.resolved, self.processors)
         self.write_rules(int(slot), np.zeros(NUM_RECENT, np.int32), rules)
         self.write_counts(int(slot), counts)
         self.write_masks(slot[None], np.asarray(rules.masks)[:1])
@@ -389,7 +276,3 @@ def _on_its_way[T](output: T) -> T:
     for x in jax.tree.leaves(output):
         x.copy_to_host_async()
     return output
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

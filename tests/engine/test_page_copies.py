@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxinfer
-from jaxinfer.engine import compiled
+from jaxinfer.engine import executables
 from tests.engine.test_engine import GREEDY, ids, prompts_of
 
 FIXED = {"deterministic": True, "max_num_seqs": 4}
@@ -40,7 +40,7 @@ def test_copies_move_pages_and_nothing_else(make_llm):
     fill = [rng.normal(size=x.shape).astype(x.dtype) for x in jax.tree.leaves(steps.state.cache)]
     treedef = jax.tree.structure(steps.state.cache)
     steps.state = dataclasses.replace(steps.state, cache=jax.tree.unflatten(treedef, [jax.device_put(x) for x in fill]))
-    copies = [(i + 1, 40 + i) for i in range(compiled.NUM_PAGE_COPIES + 3)]  # more than a call takes
+    copies = [(i + 1, 40 + i) for i in range(executables.NUM_PAGE_COPIES + 3)]  # more than a call takes
     steps.copy_pages(copies)
     for before, after in zip(fill, jax.tree.leaves(steps.state.cache), strict=True):
         want = before.copy()
@@ -51,9 +51,9 @@ def test_copies_move_pages_and_nothing_else(make_llm):
 
 def test_the_pool_is_not_copied(make_llm):
     engine = make_llm().engine
-    plan = engine.steps._copy_pages.memory_analysis()
+    plan = engine.steps._executables.copy_pages.memory_analysis()
     assert plan.alias_size_in_bytes >= engine.warm_up.state_bytes
-    assert plan.temp_size_in_bytes <= 1.5 * compiled.NUM_PAGE_COPIES * engine.resolved.memory.page_bytes
+    assert plan.temp_size_in_bytes <= 1.5 * executables.NUM_PAGE_COPIES * engine.resolved.memory.page_bytes
 
 
 def test_a_whole_prompt_hit_computes_its_last_token_alone(make_llm, monkeypatch):
