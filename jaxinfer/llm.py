@@ -81,10 +81,12 @@ class LLM:
         from jaxinfer.engine.compiled import enable_compilation_cache
         from jaxinfer.engine.engine import Engine
         from jaxinfer.groups import Groups
+        from jaxinfer.sharding import outside_meshes
 
         enable_compilation_cache(config.compilation_cache_dir)
         self.tokenizer = tokenizer
-        self.engine = Engine(model, tokenizer, config)
+        with outside_meshes():
+            self.engine = Engine(model, tokenizer, config)
         self.config = self.engine.resolved.engine
         self.groups = Groups(self.engine)
         self.startup_s = time.perf_counter() - start
@@ -182,10 +184,11 @@ class LLM:
         self.groups.reset_metrics()
 
     def update_weights(self, params: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Replaces weights by arrays of the same shapes and dtypes. Compiles nothing; forgets the prefix cache.
+        """Replaces weights by arrays of the same shapes and dtypes. No executable of the engine is compiled again; forgets the prefix cache.
 
         Arrays that lie where the old ones do are shared, not copied: they must not be donated to another computation while the LLM
-        uses them. Others (of numpy too) are moved there. Either all are taken or, where one does not fit, none.
+        uses them. Others (of numpy too) are copied there; where they are split otherwise over several devices, jax compiles these moves
+        once. Either all are taken or, where one does not fit, none.
 
         Args:
           params: dotted path -> array; paths left out keep their weights.

@@ -4,7 +4,9 @@ A step over several devices is one program that each of them runs on its share (
 heads, its columns of gate and up, its rows of the vocabulary. Inside it, a layer says no more of it than `summed`, `joined` and `part_start`.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ from jaxinfer.errors import ConfigError
 
 MODEL_AXIS = "jaxinfer_model"
 """The mesh axis over which tensor parallelism splits every layer. No user's axis is called so: a layer tells by it where it runs."""
+
+_NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 LOGICAL_AXES: dict[str, str | None] = {
     "vocab": MODEL_AXIS,     # rows of the embedding and of the vocabulary head
@@ -81,6 +85,11 @@ def on_each(function: Callable[..., Any], mesh: Mesh | None, *, inputs: Any, out
         return function
     specs = jax.tree.map(lambda sharding: sharding.spec, (inputs, outputs))
     return jax.shard_map(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+
+
+def outside_meshes() -> AbstractContextManager[object]:
+    """A context in which no mesh is set that a caller may have set for programs of its own (jax.set_mesh)."""
+    return contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(_NO_MESH)
 
 
 def summed(x: jax.Array) -> jax.Array:

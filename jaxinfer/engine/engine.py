@@ -53,6 +53,7 @@ from jaxinfer.scheduler.pages import PageAllocator
 from jaxinfer.scheduler.plan import SchedulePlan
 from jaxinfer.scheduler.prefix_cache import HashedPrefixCache, NullPrefixCache, PrefixCache
 from jaxinfer.scheduler.scheduler import Scheduler
+from jaxinfer.sharding import outside_meshes
 from jaxinfer.state import StepOutput
 from jaxinfer.tokenizer import Tokenizer
 
@@ -91,7 +92,7 @@ class Engine:
             long_prefill_share=config.long_prefill_share, preemption_grace_tokens=config.preemption_grace_tokens,
             prefix_cache=self.prefix_cache, host_pages=self.host_pages)
         self.outputs = OutputProcessor(tokenizer)
-        self._guard = Guard()
+        self._guard = Guard(outside_meshes)
         self._ended: collections.deque[Request] = collections.deque()
         self.num_step_calls = 0
         """Calls of step(), whoever made them."""
@@ -313,7 +314,10 @@ def resolve_for(model: LoadedModel, placement: Placement, tokenizer: Tokenizer |
     weights = sum(map(device_nbytes, model.params.values()))
     dtype = str(model.params["embedding.weight"].dtype)
     vocab = model.config.vocab_size
-    return resolve(config, model.config, hardware.attached(placement.devices[0]), checkpoint_dtype=dtype, weight_bytes=weights,
+    device = hardware.attached(placement.devices[0])
+    if device.platform == "cpu":  # its devices share the RAM
+        device = dataclasses.replace(device, memory_bytes=device.memory_bytes // placement.size)
+    return resolve(config, model.config, device, checkpoint_dtype=dtype, weight_bytes=weights,
                    num_valid_tokens=min(vocab, tokenizer.num_tokens) if tokenizer is not None else vocab)
 
 

@@ -1,8 +1,11 @@
 """Keeps an engine whole: one caller at a time, no interrupt in the middle of a step, and no use after a step that failed. No jax."""
 
+import contextlib
 import signal
 import threading
 import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxinfer.errors import EngineError
@@ -13,9 +16,13 @@ class Guard:
 
     A caller that finds another one inside is refused, not kept waiting. Ctrl-C is put off until the engine is whole again (a second
     one is not). After an exception of `breaks` the state is half changed: every later use is refused, and the message names the cause.
+
+    Args:
+      surroundings: makes a context that every use is inside of, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, surroundings: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext) -> None:
+        self.surroundings = surroundings
         self._lock = threading.Lock()
         self._cause: BaseException | None = None
 
@@ -63,6 +70,7 @@ class _Use:
     def __init__(self, guard: Guard, spared: tuple[type[BaseException], ...], *, refuses: bool) -> None:
         self._guard, self._spared, self._refuses = guard, spared, refuses
         self._entered = False
+        self._surroundings = guard.surroundings()
         self._interrupts = _DeferredInterrupts()
 
     def __enter__(self) -> bool:
@@ -72,9 +80,11 @@ class _Use:
         except EngineError:
             self._interrupts.end()
             raise
+        self._surroundings.__enter__()
         return self._entered
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None) -> None:
+        self._surroundings.__exit__(kind, error, trace)
         if self._entered:
             if error is not None and not isinstance(error, self._spared):
                 self._guard.breaks(error)

@@ -26,7 +26,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import ParamSpec, abstract_model, bind, read_model_config
 from jaxinfer.quant import QuantFormat
-from jaxinfer.sharding import make_mesh, param_sharding
+from jaxinfer.sharding import make_mesh, outside_meshes, param_sharding
 
 QUANTIZED_PARAMS = (".packed", ".scales", ".zeros", ".perm")
 """Last names of parameters whose dtype their format fixes, whatever the model's is."""
@@ -117,7 +117,8 @@ def load(path: str | Path, *, dtype: str = "auto", tensor_parallel_size: int = 1
                               "the model again.")
     shardings = tensor_parallel_shardings(config, _first_devices(tensor_parallel_size))
     graphdef, specs = abstract_model(config, manifest["dtype"] if dtype == "auto" else dtype)
-    params = restore_params(path, _placed(specs, shardings))
+    with outside_meshes():
+        params = restore_params(path, _placed(specs, shardings))
     return LoadedModel(config=config, graphdef=graphdef, params=params, manifest=manifest, path=path)
 
 
@@ -156,8 +157,11 @@ def tensor_parallel_shardings(config: ModelConfig, devices: Sequence[jax.Device]
       Dotted path -> sharding.
 
     Raises:
-      ConfigError: the model cannot be shared by so many.
+      ConfigError: no devices, one of them twice, or a model that cannot be shared by so many.
     """
+    if not isinstance(devices, Sequence) or not devices or not all(isinstance(device, jax.Device) for device in devices) or (
+            len(set(devices)) < len(devices)):
+        raise ConfigError(f"devices = {devices!r:.200}: must be a list of different devices, such as jax.local_devices()[:2].")
     config.part(len(devices))
     mesh = make_mesh(devices)
     return {name: param_sharding(name, spec.shape, spec.axes, mesh=mesh, device=devices[0])
@@ -179,19 +183,22 @@ def random_model(config: ModelConfig, *, dtype: str, seed: int, tensor_parallel_
     """
     shardings = tensor_parallel_shardings(config, _first_devices(tensor_parallel_size))
     graphdef, specs = abstract_model(config, dtype)
-    key = jax.random.key(seed)
-    params = {}
-    for name, placed in _placed(specs, shardings).items():
-        salt = np.uint32(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]))
-        module, _, kind = name.rpartition(".")
-        if kind in ("packed", "zeros", "perm"):
-            params[name] = _random_integers(key, salt, kind=kind, bits=_quantized(config, module).bits, like=placed)
-        elif kind == "scales":
-            scale = math.sqrt(1.0 / config.projections()[module]) / _spread(_quantized(config, module))
-            params[name] = _uniform(key, salt, 0.0, scale, like=placed)
-        else:
-            params[name] = _uniform(key, salt, _half_width(name, placed.shape), float(name.endswith("norm.weight")), like=placed)
+    with outside_meshes():
+        key = jax.random.key(seed)
+        params = {name: _random_param(config, name, key, placed) for name, placed in _placed(specs, shardings).items()}
     return LoadedModel(config=config, graphdef=graphdef, params=params, manifest={}, path=None)
+
+
+def _random_param(config: ModelConfig, name: str, key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter's random values."""
+    salt = np.uint32(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]))
+    module, _, kind = name.rpartition(".")
+    if kind in ("packed", "zeros", "perm"):
+        return _random_integers(key, salt, kind=kind, bits=_quantized(config, module).bits, like=like)
+    if kind == "scales":
+        scale = math.sqrt(1.0 / config.projections()[module]) / _spread(_quantized(config, module))
+        return _uniform(key, salt, 0.0, scale, like=like)
+    return _uniform(key, salt, _half_width(name, like.shape), float(name.endswith("norm.weight")), like=like)
 
 
 @functools.partial(jax.jit, static_argnames=("like",))
@@ -242,7 +249,10 @@ def _placed(specs: Mapping[str, ParamSpec], shardings: Mapping[str, Sharding]) -
 
 def _first_devices(count: int) -> Sequence[jax.Device]:
     """So many devices of this process, the default one first."""
-    devices = jax.local_devices()
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"tensor_parallel_size = {count!r}: must be an integer >= 1.")
+    default = jax.config.jax_default_device
+    devices = sorted(jax.local_devices(), key=lambda device: device != default)  # stable: the others stay in order
     if count > len(devices):
         kinds = ", ".join(sorted({device.device_kind for device in devices}))
         raise ConfigError(f"tensor_parallel_size = {count}: this process has {len(devices)} device{'s' * (len(devices) > 1)} ({kinds}): use "

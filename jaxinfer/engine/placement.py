@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding
 
 from jaxinfer.engine.load import LoadedModel, tensor_parallel_shardings
-from jaxinfer.errors import ConfigError
+from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import abstract_model
 from jaxinfer.sharding import kv_pages_sharding, make_mesh, on_each, whole
@@ -79,7 +79,12 @@ def place(model: LoadedModel) -> tuple[LoadedModel, Placement]:
 
     Raises:
       ConfigError: they lie in another way.
+      CheckpointError: one is no array on a device.
     """
+    for name, x in model.params.items():
+        if not isinstance(x, jax.Array) or x.is_deleted():
+            what = "was deleted, as donated arrays are" if isinstance(x, jax.Array) else f"is a {type(x).__name__}"
+            raise CheckpointError(f"{name} {what}: an engine runs on live jax arrays; bring it to its device with jax.device_put.")
     placement = _placement(model.params)
     params, problems = {}, []
     for name, sharding in placement.params(model).items():
@@ -97,9 +102,11 @@ def place(model: LoadedModel) -> tuple[LoadedModel, Placement]:
 
 
 def lying_as(x: jax.Array, sharding: Sharding) -> jax.Array | None:
-    """The array with this sharding, over the same buffers, where they lie so already; None where they do not."""
+    """The array with this sharding, over the same buffers, where they lie so already; None where they do not, or in other memory."""
     if x.sharding == sharding:
         return x
+    if _memory(x.sharding) != _memory(sharding):
+        return None
     wanted = sharding.addressable_devices_indices_map(x.shape)
     parts = {shard.device: shard for shard in x.addressable_shards}
     for device, index in wanted.items():
@@ -119,6 +126,12 @@ def _placement(params: Mapping[str, jax.Array]) -> Placement:
             found = parts
     devices = tuple(device for _, device in sorted(found.items()))
     return Placement(devices, make_mesh(devices))
+
+
+def _memory(sharding: Sharding) -> str:
+    """The kind of memory: the device's own, or the host's."""
+    device: Any = next(iter(sharding.device_set))
+    return sharding.memory_kind or device.default_memory().kind
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -103,6 +103,9 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
       CapacityError: weights and at least one full-length sequence do not fit, or a pool of the size asked for does not.
     """
     find_policy(engine.scheduling_policy)
+    if engine.enforce_eager and engine.tensor_parallel_size > 1:
+        raise ConfigError(f"enforce_eager = True over {engine.tensor_parallel_size} devices: what several devices run together is a compiled "
+                          "program. Debug on one device, or leave enforce_eager out.")
     dtype = np_dtype(checkpoint_dtype if engine.dtype == "auto" else engine.dtype)
     kv_dtype = dtype if engine.kv_dtype == "auto" else np_dtype(engine.kv_dtype)
     page_size = engine.page_size or DEFAULT_PAGE_SIZE

@@ -56,7 +56,8 @@ class Weights:
             self.check_awake()
         self._check(params)
         start = time.perf_counter()
-        placed = {name: _placed(x, self._specs[name]) for name, x in params.items()}
+        with self._steps.aside():
+            placed = {name: _placed(x, self._specs[name]) for name, x in params.items()}
         self._use({**self.model.params, **placed})
         self._forget_prefixes()
         logger.info("%d of %d weights exchanged in %.3f s", len(placed), len(self._specs), time.perf_counter() - start)
@@ -136,7 +137,9 @@ class Weights:
 
 def _placed(x: jax.Array | np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
     """The array's own buffers where they lie as the executables expect them, else a copy that does."""
-    seen = lying_as(x, spec.sharding) if isinstance(x, jax.Array) else None
+    if not isinstance(x, jax.Array):
+        return jax.device_put(np.array(x), spec.sharding)  # a CPU's device would share the caller's memory
+    seen = lying_as(x, spec.sharding)
     return jax.device_put(x, spec.sharding) if seen is None else seen
 
 

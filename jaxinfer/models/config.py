@@ -85,15 +85,18 @@ class ModelConfig:
           ConfigError: heads, hidden units or vocabulary do not divide, or the weights are quantised.
         """
         n = tensor_parallel_size
+        if type(n) is not int or n < 1:
+            raise ConfigError(f"tensor_parallel_size = {n!r}: must be an integer >= 1.")
         if n == 1:
             return self
         if self.quantization is not None:
             raise ConfigError(f"tensor_parallel_size = {n}: weights quantised by {self.quantization.method} run on one device only: use 1, or "
                               "the unquantised model.")
         split = {"num_kv_heads": self.num_kv_heads, "num_heads": self.num_heads, "mlp_dim": self.mlp_dim, "vocab_size": self.vocab_size}
+        most = math.gcd(*split.values())
         for name, length in split.items():
             if length % n:
-                fitting = [i for i in range(1, n) if all(x % i == 0 for x in split.values())]
+                fitting = [i for i in range(1, most + 1) if most % i == 0]
                 raise ConfigError(f"tensor_parallel_size = {n}: {name} = {length} of the model does not divide by it: use one of "
                                   f"{', '.join(map(str, fitting))}.")
         return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // n, num_heads=self.num_heads // n, mlp_dim=self.mlp_dim // n,

@@ -14,7 +14,8 @@ from jaxinfer.engine.dump import read_dump
 from jaxinfer.engine.hardware import named_gpu
 from jaxinfer.engine.load import load, random_model, teacher_forced_logits
 from jaxinfer.engine.placement import lying_as, place
-from jaxinfer.errors import ConfigError
+from jaxinfer.engine.saved_prefixes import checksum
+from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.explain import explain, plan
 from jaxinfer.models.shapes import SHAPES, quantized
 from jaxinfer.replay import replay
@@ -231,9 +232,80 @@ def test_weights_that_lie_otherwise_are_refused(tiny_model, arrange, devices):
         jaxinfer.LLM.from_model(jaxinfer.from_params(TINY, arrange(tiny_model)), **SMALL)
 
 
+def test_arrays_that_are_none_are_refused_by_name(tiny_model):
+    for x, words in ((np.zeros(64, np.float32), "final_norm.weight is a ndarray"), (jax.numpy.zeros(64), "final_norm.weight was deleted")):
+        model = jaxinfer.from_params(TINY, {**tiny_model.params, "final_norm.weight": x})
+        if isinstance(x, jax.Array):
+            x.delete()
+        with pytest.raises(CheckpointError, match=words):
+            place(model)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_that_the_caller_has_set_is_the_callers(one, two, shared_model, axis_type, tmp_path):
+    want, num = ids(one.generate(PROMPTS, PARAMS(temperature=0))), min(len(jax.devices()), 4)
+    with jax.set_mesh(jax.make_mesh((num,), ("model",), (axis_type,), devices=jax.devices()[:num])):
+        small = {**SMALL, "max_model_len": 128, "max_num_batched_tokens": 16, "token_buckets": (16,)}
+        for model in (shared_model, random_model(TINY, dtype="float32", seed=0)):
+            assert ids(jaxinfer.LLM.from_model(model, **small).generate(PROMPTS, PARAMS(temperature=0))) == want
+        for llm in (one, two):
+            assert ids(llm.generate(PROMPTS, PARAMS(temperature=0))) == want
+            assert llm.save_prefix_cache(tmp_path / "prefixes") > 0
+            llm.update_weights(llm.engine.model.params)
+            llm.sleep()
+            llm.wake()
+            assert ids(llm.generate(PROMPTS, PARAMS(temperature=0))) == want
+        assert not jax.sharding.get_abstract_mesh().empty
+    assert buffers(two.engine.steps.params).keys() == buffers(shared_model.params).keys()
+    two.update_weights(shared_model.params)
+    one.update_weights(random_model(TINY, dtype="float32", seed=0).params)
+
+
+def test_weights_in_the_hosts_memory_are_brought_to_the_devices(two, shared_model):
+    if "pinned_host" not in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
+        pytest.skip("no pinned_host memory")
+    want = ids(two.generate(PROMPTS, PARAMS(temperature=0)))
+    offloaded = {name: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) for name, x in shared_model.params.items()}
+    two.update_weights(offloaded)
+    assert ids(two.generate(PROMPTS, PARAMS(temperature=0))) == want
+    with pytest.raises(ConfigError, match="16 of 16 weights do not lie as an engine over 2 devices needs them.*pinned_host"):
+        place(jaxinfer.from_params(TINY, offloaded))
+    two.update_weights(shared_model.params)
+
+
+def test_the_callers_numpy_arrays_stay_the_callers(one, two, tiny_model, shared_model):
+    for llm, model in ((one, tiny_model), (two, shared_model)):
+        want = ids(llm.generate(PROMPTS, PARAMS(temperature=0)))
+        mine = {name: np.array(x) for name, x in model.params.items()}
+        llm.update_weights(mine)
+        for x in mine.values():
+            x[:] = 0
+        assert ids(llm.generate(PROMPTS, PARAMS(temperature=0))) == want
+        llm.update_weights(model.params)
+
+
+def test_a_checksum_is_that_of_the_whole_and_gathers_nothing(tiny_model, shared_model):
+    summed = jax.jit(checksum)
+    for name, x in shared_model.params.items():
+        assert int(summed(x)) == int(summed(tiny_model.params[name]))
+        assert "all-gather" not in summed.lower(x).compile().as_text()
+    changed = shared_model.params["layers.0.mlp.down.weight"].at[77, 3].multiply(1.0001)
+    assert int(summed(changed)) != int(summed(shared_model.params["layers.0.mlp.down.weight"]))
+
+
 def test_what_cannot_be_shared_is_refused(tmp_path, shared_model):
     with pytest.raises(ConfigError, match="tensor_parallel_size = 3: num_kv_heads = 2 of the model does not divide by it: use one of 1, 2"):
-        jaxinfer.tensor_parallel_shardings(TINY, [*jax.devices()[:2], jax.devices()[0]])
+        TINY.part(3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 10000000000.* use one of 1, 2, 4, 8, 16, 32"):
+        SHAPES["M"].part(10**10)
+    for devices in ([], [jax.devices()[0]] * 2, [0, 1], None, jax.devices()[0]):
+        with pytest.raises(ConfigError, match="must be a list of different devices"):
+            jaxinfer.tensor_parallel_shardings(TINY, devices)
+    for size in (0, -1, True, 2.0, "2", None):
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size!r}: must be an integer >= 1"):
+            random_model(TINY, dtype="float32", seed=0, tensor_parallel_size=size)
+    with pytest.raises(ConfigError, match="enforce_eager = True over 2 devices"):
+        jaxinfer.LLM.from_model(shared_model, **SMALL, enforce_eager=True)
     with pytest.raises(ConfigError, match="tensor_parallel_size = 2: weights quantised by random run on one device only"):
         random_model(quantized(TINY, "int4"), dtype="bfloat16", seed=0, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="tensor_parallel_size = 64: this process has .* devices"):
