@@ -81,12 +81,10 @@ class LLM:
         from jaxinfer.engine.compiled import enable_compilation_cache
         from jaxinfer.engine.engine import Engine
         from jaxinfer.groups import Groups
-        from jaxinfer.sharding import outside_meshes
 
         enable_compilation_cache(config.compilation_cache_dir)
         self.tokenizer = tokenizer
-        with outside_meshes():
-            self.engine = Engine(model, tokenizer, config)
+        self.engine = Engine(model, tokenizer, config)
         self.config = self.engine.resolved.engine
         self.groups = Groups(self.engine)
         self.startup_s = time.perf_counter() - start

@@ -5,8 +5,7 @@ heads, its columns of gate and up, its rows of the vocabulary. Inside it, a laye
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,9 +86,11 @@ def on_each(function: Callable[..., Any], mesh: Mesh | None, *, inputs: Any, out
     return jax.shard_map(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
-def outside_meshes() -> AbstractContextManager[object]:
-    """A context in which no mesh is set that a caller may have set for programs of its own (jax.set_mesh)."""
-    return contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(_NO_MESH)
+@contextlib.contextmanager
+def outside_meshes() -> Iterator[None]:
+    """A context, or a decorator, in which no mesh is set that a caller may have set for programs of its own (jax.set_mesh)."""
+    with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(_NO_MESH):
+        yield
 
 
 def summed(x: jax.Array) -> jax.Array:

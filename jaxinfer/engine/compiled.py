@@ -20,6 +20,7 @@ from jaxinfer.engine.page_moves import NUM_PAGES_MOVED, padded, read_pages, writ
 from jaxinfer.engine.placement import Placement, device_nbytes
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
+from jaxinfer.errors import CapacityError
 from jaxinfer.sampling.processors import registered_processors
 from jaxinfer.state import NUM_RECENT, StepLayout, StepOutput, TokenLogprobs, TokenRules
 
@@ -63,10 +64,18 @@ class WarmUp:
 
 
 def enable_compilation_cache(folder: str | None) -> None:
-    """Points jax's persistent compilation cache at `folder`, unless the process has set one already; None leaves it alone."""
+    """Points jax's persistent compilation cache at `folder`, unless the process has set one already; None leaves it alone.
+
+    A folder that cannot be made costs later starts their time and is said in the log, as jax says it of one that cannot be written to.
+    """
     if folder is None or jax.config.jax_compilation_cache_dir is not None:
         return
-    Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("compilation_cache_dir = %r cannot be made (%s): every start will compile anew; name another folder", folder,
+                       error.strerror or error)
+        return
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -100,10 +109,12 @@ class CompiledSteps:
         if not self.resolved.enforce_eager:
             num_executables = len(self.resolved.layouts) + len(self.resolved.burst_layouts)
             logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", num_executables)
-            self._executables = self._builder.compiled(self.params, self.state)
+            with self._translated():
+                self._executables = self._builder.compiled(self.params, self.state)
             if self._executables.read_pages is not None and self._executables.write_pages is not None:
                 self._asides |= {read_pages: self._executables.read_pages, write_pages: self._executables.write_pages}
-            self._rehearse()
+            with self._translated():
+                self._rehearse()
         self.compiles_at_start = self.counter.count
         executables = [] if self.resolved.enforce_eager else self._executables.of_buckets
         plans = [plan for e in executables if (plan := e.memory_analysis()) is not None]
@@ -112,6 +123,20 @@ class CompiledSteps:
             temp_bytes=max((p.temp_size_in_bytes for p in plans), default=0),
             aliased_bytes=min((p.alias_size_in_bytes for p in plans), default=0),
             state_bytes=sum(map(device_nbytes, jax.tree.leaves(self.state))))
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The device's memory running out at start is a CapacityError."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            m = self.resolved.memory
+            raise CapacityError(
+                f"{self.resolved.hardware.name} has no room for the largest step beside {m.weight_bytes / 1e9:.2f} GB of weights, a KV pool of "
+                f"{m.kv_bytes / 1e9:.2f} GB and what else is there: lower gpu_memory_utilization or max_num_batched_tokens. "
+                f"({' '.join(str(error).split())[:300]})") from error
 
     def free_state(self) -> None:
         """Frees the device state; nothing runs until renew_state()."""

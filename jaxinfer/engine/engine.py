@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -46,7 +46,7 @@ from jaxinfer.engine.structured import GrammarCompiler
 from jaxinfer.engine.swap import SwappedPages
 from jaxinfer.engine.weights import Weights
 from jaxinfer.errors import ConfigError, EngineError, JaxInferError, RequestError
-from jaxinfer.layers.rotary import prompt_class
+from jaxinfer.layers.rotary import RopeConfig, prompt_class
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.scheduler.host_pages import HostPages
 from jaxinfer.scheduler.pages import PageAllocator
@@ -74,6 +74,7 @@ class Launch:
 class Engine:
     """Runs requests to their end, a step at a time. One thread at a time: a second one is refused with EngineError."""
 
+    @outside_meshes()
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         model, placement = place(model)
         self.tokenizer = tokenizer
@@ -83,7 +84,7 @@ class Engine:
         self.pages = PageAllocator(self.resolved.num_pages, self.resolved.page_size)
         self.prefix_cache: PrefixCache = NullPrefixCache()
         if config.enable_prefix_caching:
-            self.prefix_cache = HashedPrefixCache(self.pages, namespace=self._cache_namespace, enable_page_copies=True)
+            self.prefix_cache = HashedPrefixCache(self.pages, namespace=cache_namespace(model.config.rope), enable_page_copies=True)
         self.host_pages = HostPages(self.resolved.num_host_pages)
         self.scheduler = Scheduler(
             max_num_seqs=self.resolved.max_num_seqs, max_num_batched_tokens=self.resolved.max_num_batched_tokens,
@@ -155,14 +156,6 @@ class Engine:
         """Withdraws a request where it stands; its text stays until end()."""
         with self._guard.using():
             self.scheduler.abort(request.request_id)
-
-    def _cache_namespace(self, request: Request) -> Hashable:
-        """What two requests must have alike, beside tokens, to share pages: their salt, and what rotary makes of the prompt's length.
-
-        Last, the id of one that shares with nobody, whose pages are of no use to another engine: None for all others.
-        """
-        own = request.request_id if request.scores_prompt else None
-        return request.cache_salt, prompt_class(self.model.config.rope, len(request.prompt_token_ids)), own
 
     def end(self, request: Request) -> None:
         """Forgets a request, and withdraws it where it still runs. Never refused: during a step it takes effect right after it."""
@@ -319,6 +312,18 @@ def resolve_for(model: LoadedModel, placement: Placement, tokenizer: Tokenizer |
         device = dataclasses.replace(device, memory_bytes=device.memory_bytes // placement.size)
     return resolve(config, model.config, device, checkpoint_dtype=dtype, weight_bytes=weights,
                    num_valid_tokens=min(vocab, tokenizer.num_tokens) if tokenizer is not None else vocab)
+
+
+def cache_namespace(rope: RopeConfig) -> Callable[[Request], Hashable]:
+    """What two requests must have alike, beside tokens, to share pages: their salt, and what rotary makes of the prompt's length.
+
+    Last, the id of one that shares with nobody, whose pages are of no use to another engine: None for all others.
+    """
+    def namespace(request: Request) -> Hashable:
+        own = request.request_id if request.scores_prompt else None
+        return request.cache_salt, prompt_class(rope, len(request.prompt_token_ids)), own
+
+    return namespace
 
 
 def check_prompt(token_ids: Sequence[int], resolved: ResolvedConfig) -> None:

@@ -114,7 +114,8 @@ class Builder:
         """
         plain = self.functions()
         found: dict[str, Any] = {}
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
+        try:
             with _no_garbage_collection():  # a seventh of a second an executable, for garbage that is freed at the end
                 lowered = self._lowered(plain, _abstract(params), _abstract(state))
                 pending = [(field, key, pool.submit(_compile, field, key, one)) for field, key, one in lowered]
@@ -123,6 +124,8 @@ class Builder:
                     found[field] = future.result()
                 else:
                     found.setdefault(field, {})[key] = future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C nobody waits for more than what is being compiled
         return dataclasses.replace(plain, **found)
 
     def _step(self, params: dict[str, jax.Array], state: DeviceState, buffer: jax.Array, *,
