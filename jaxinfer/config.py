@@ -67,8 +67,8 @@ class EngineConfig:
     preemption_grace_tokens: int = setting(
         64, "Tokens for which a preempted request must find room beyond its own, and for which it is then spared.")
     swap_space_bytes: int = setting(
-        0, "Bytes of host memory for the KV pages of preempted requests, which go there and come back where that takes less time than to "
-        "compute them again (measured at start); 0: they are always computed again.")
+        0, "Bytes of host memory, such as 16000000000, for the KV pages of preempted requests, which go there and come back where that takes "
+        "less time than to compute them again (measured at start); 0: they are always computed again.")
     token_buckets: tuple[int, ...] | None = setting(None, "Token counts that prefill steps are padded to.")
     batch_buckets: tuple[int, ...] | None = setting(None, "Row counts that decode steps are padded to.")
 
@@ -84,7 +84,8 @@ class EngineConfig:
         "~/.cache/jaxinfer/xla", "Folder of jax's persistent compilation cache, where the process has set none; None leaves it off.")
 
     tensor_parallel_size: int = setting(
-        1, "Devices that share every layer: each holds its heads, its part of the MLP and of the vocabulary, and their KV pages.")
+        1, "Devices that share every layer: each holds its heads, its part of the MLP and of the vocabulary, and their KV pages. Must divide "
+        "the model's KV heads.")
     attention_implementation: str = setting("auto", "Paged attention: auto, or the name of one implementation, which then never falls back.")
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ class CompiledSteps:
         start = time.perf_counter()
         if not self.resolved.enforce_eager:
             num_executables = len(self.resolved.layouts) + len(self.resolved.burst_layouts)
-            logger.info("compiling %d executables (once; later starts find them in jax's persistent cache)", num_executables)
+            logger.info("preparing %d executables (compiled once; later starts read jax's persistent cache)", num_executables)
             with self._translated():
                 self._executables = self._builder.compiled(self.params, self.state)
             if self._executables.read_pages is not None and self._executables.write_pages is not None:

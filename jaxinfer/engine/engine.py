@@ -287,8 +287,9 @@ class Engine:
             " ".join(f"{x.num_rows}" for x in r.burst_layouts) or "none") + "; "
         swaps = "" if not r.num_host_pages else (f"{r.num_host_pages} pages on the host, where preempted requests go if a page saves "
                                                  f"{self.host_pages.tokens_per_page:.1f} tokens; ")
-        shared = f"{r.engine.tensor_parallel_size} x {r.hardware.name}, on each" if r.engine.tensor_parallel_size > 1 else r.hardware.name
-        return (f"{r.model.architecture} {r.dtype} on {shared}; weights {m.weight_bytes / 1e9:.2f} GB, KV pool "
+        num = r.engine.tensor_parallel_size
+        shared = f"{num} x {r.hardware.name}; on each: " if num > 1 else f"{r.hardware.name}; "
+        return (f"{r.model.architecture} {r.dtype} on {shared}weights {m.weight_bytes / 1e9:.2f} GB, KV pool "
                 f"{m.kv_bytes / 1e9:.2f} GB = {r.num_pages} pages of {r.page_size}; {r.max_num_seqs} sequences of up to {r.max_model_len} "
                 f"tokens, {r.max_num_batched_tokens} tokens a step; buckets (decode rows; tokens x rows): {buckets}; "
                 f"{bursts}{swaps}{self.warm_up.num_executables} executables in {self.warm_up.seconds:.1f} s")

@@ -90,8 +90,7 @@ class ModelConfig:
         if n == 1:
             return self
         if self.quantization is not None:
-            raise ConfigError(f"tensor_parallel_size = {n}: weights quantised by {self.quantization.method} run on one device only: use 1, or "
-                              "the unquantised model.")
+            raise ConfigError(f"tensor_parallel_size = {n}: quantised weights run on one device only: use 1, or the unquantised model.")
         split = {"num_kv_heads": self.num_kv_heads, "num_heads": self.num_heads, "mlp_dim": self.mlp_dim, "vocab_size": self.vocab_size}
         most = math.gcd(*split.values())
         for name, length in split.items():

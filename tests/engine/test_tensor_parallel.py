@@ -306,7 +306,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path, shared_model):
             random_model(TINY, dtype="float32", seed=0, tensor_parallel_size=size)
     with pytest.raises(ConfigError, match="enforce_eager = True over 2 devices"):
         jaxinfer.LLM.from_model(shared_model, **SMALL, enforce_eager=True)
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 2: weights quantised by random run on one device only"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 2: quantised weights run on one device only"):
         random_model(quantized(TINY, "int4"), dtype="bfloat16", seed=0, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="tensor_parallel_size = 64: this process has .* devices"):
         random_model(TINY, dtype="float32", seed=0, tensor_parallel_size=64)
