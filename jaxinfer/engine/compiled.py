@@ -14,13 +14,12 @@ import numpy as np
 from jax import monitoring
 
 from jaxinfer.engine.executables import NUM_BULK_UPDATES, NUM_MASKS, NUM_PAGE_COPIES, Builder, empty_slot, jit_placed
-from jaxinfer.engine.fresh_state import new_state
+from jaxinfer.engine.fresh_state import new_state, no_room
 from jaxinfer.engine.load import LoadedModel, teacher_forced_logits
-from jaxinfer.engine.page_moves import NUM_PAGES_MOVED, padded, read_pages, write_pages
+from jaxinfer.engine.page_moves import NUM_PAGES_MOVED, padded
 from jaxinfer.engine.placement import Placement, device_nbytes
 from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
-from jaxinfer.errors import CapacityError
 from jaxinfer.sampling.processors import registered_processors
 from jaxinfer.state import NUM_RECENT, StepLayout, StepOutput, TokenLogprobs, TokenRules
 
@@ -109,11 +108,8 @@ class CompiledSteps:
         if not self.resolved.enforce_eager:
             num_executables = len(self.resolved.layouts) + len(self.resolved.burst_layouts)
             logger.info("preparing %d executables (compiled once; later starts read jax's persistent cache)", num_executables)
-            with self._translated():
+            with no_room(self._no_room):
                 self._executables = self._builder.compiled(self.params, self.state)
-            if self._executables.read_pages is not None and self._executables.write_pages is not None:
-                self._asides |= {read_pages: self._executables.read_pages, write_pages: self._executables.write_pages}
-            with self._translated():
                 self._rehearse()
         self.compiles_at_start = self.counter.count
         executables = [] if self.resolved.enforce_eager else self._executables.of_buckets
@@ -124,19 +120,11 @@ class CompiledSteps:
             aliased_bytes=min((p.alias_size_in_bytes for p in plans), default=0),
             state_bytes=sum(map(device_nbytes, jax.tree.leaves(self.state))))
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """The device's memory running out at start is a CapacityError."""
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            m = self.resolved.memory
-            raise CapacityError(
-                f"{self.resolved.hardware.name} has no room for the largest step beside {m.weight_bytes / 1e9:.2f} GB of weights, a KV pool of "
+    def _no_room(self, error: Exception) -> str:
+        m = self.resolved.memory
+        return (f"{self.resolved.hardware.name} has no room for the largest step beside {m.weight_bytes / 1e9:.2f} GB of weights, a KV pool of "
                 f"{m.kv_bytes / 1e9:.2f} GB and what else is there: lower gpu_memory_utilization or max_num_batched_tokens. "
-                f"({' '.join(str(error).split())[:300]})") from error
+                f"({' '.join(str(error).split())[:300]})")
 
     def free_state(self) -> None:
         """Frees the device state; nothing runs until renew_state()."""
@@ -155,21 +143,12 @@ class CompiledSteps:
         yield
         self.compiles_at_start += self.counter.count - before
 
-    def run_aside(self, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> Any:
-        """Runs a pure function that is no part of a step, between requests: nobody waits for a token while its first call compiles it.
-
-        One that is given the state to keep returns it.
-        """
-        with self.aside():
-            return self._aside(function, donated)(*arguments)
-
-    def _aside(self, function: Callable[..., Any], donated: tuple[int, ...] = ()) -> Callable[..., Any]:
-        """The function compiled, at warm-up or by its first call."""
+    def run_aside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a pure function that is no part of a step, between requests: nobody waits for a token while its first call compiles it."""
         if function not in self._asides:
-            outputs = self.placement.state if donated else self.placement.whole
-            self._asides[function] = function if self.resolved.enforce_eager else jit_placed(
-                function, self.placement, outputs, donate_argnums=donated)
-        return self._asides[function]
+            self._asides[function] = function if self.resolved.enforce_eager else jit_placed(function, self.placement, self.placement.whole)
+        with self.aside():
+            return self._asides[function](*arguments)
 
     @property
     def num_compiles_after_warm_up(self) -> int:
@@ -255,13 +234,13 @@ class CompiledSteps:
     def read_pages(self, pages: Sequence[int]) -> jax.Array:
         """Contents of pages, after the steps dispatched before: [NUM_PAGES_MOVED, 2, L, K, Z, H], on their way to the host, the null page's
         behind those asked for. Compiled at warm-up where pages are swapped."""
-        return _on_its_way(self._aside(read_pages)(self.state.cache, padded(pages)))
+        return _on_its_way(self._executables.read_pages(self.state.cache, padded(pages)))
 
     def write_pages(self, pages: Sequence[int], rows: np.ndarray) -> None:
         """Gives at most NUM_PAGES_MOVED pages their contents [n, 2, L, K, Z, H], before the next step. Compiled as read_pages."""
         block = np.zeros((NUM_PAGES_MOVED, *rows.shape[1:]), rows.dtype)
         block[:len(rows)] = rows
-        self.state = self._aside(write_pages, (0,))(self.state, padded(pages), block)
+        self.state = self._executables.write_pages(self.state, padded(pages), block)
 
     def run_largest(self) -> int:
         """Runs the largest bucket on padding alone, waits for it, and says how many tokens it has."""

@@ -52,9 +52,8 @@ class Executables:
     write_rules: Callable[..., DeviceState] = write_rules
     write_masks: Callable[..., jax.Array] = write_masks
     write_counts: Callable[..., DeviceState] = write_counts
-    read_pages: Callable[..., jax.Array] | None = None
-    """Compiled where pages are swapped; this and write_pages."""
-    write_pages: Callable[..., DeviceState] | None = None
+    read_pages: Callable[..., jax.Array] = read_pages
+    write_pages: Callable[..., DeviceState] = write_pages
 
     @property
     def of_buckets(self) -> list[Any]:
@@ -88,7 +87,7 @@ class Builder:
         self._resolved = resolved
         self._placement = placement
         self._processors = processors
-        self._graphdef, self._weights = placement.graphdef(model), placement.params(model)
+        self._graphdef, self._weights = placement.graphdef(model), {name: x.sharding for name, x in model.params.items()}
         self._step_outputs = (placement.whole, placement.whole, placement.state)
 
     def functions(self) -> Executables:
@@ -113,7 +112,10 @@ class Builder:
         and what XLA and its assembler do of the first ones goes on beside the lowering of the next.
         """
         plain = self.functions()
-        found: dict[str, Any] = {}
+        # Where pages are not swapped, these are compiled by their first call, between requests.
+        found: dict[str, Any] = {
+            "read_pages": self._jit(read_pages, self._placement.whole),
+            "write_pages": self._jit(write_pages, self._placement.state, donate_argnames=("state",))}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
         try:
             with _no_garbage_collection():  # a seventh of a second an executable, for garbage that is freed at the end

@@ -1,6 +1,7 @@
 """The device state that an engine starts from: KV pages, page table, slots' tables, zero and beside the weights."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,16 +24,23 @@ def new_state(resolved: ResolvedConfig, placement: Placement, processors: Proces
     Raises:
       CapacityError: the device has no room for it.
     """
-    try:
+    m = resolved.memory
+    message = (f"a KV pool of {resolved.num_pages} pages ({m.kv_bytes} bytes) does not fit on {resolved.hardware.name} beside "
+               f"{m.weight_bytes} bytes of weights and what else is there (another framework, a trainer, jax's own preallocation): set "
+               "kv_cache_memory_bytes to what is free, or lower gpu_memory_utilization, which is a share of the whole device.")
+    with no_room(lambda error: message):
         return jax.block_until_ready(_zeroed_state(resolved, placement, processors))
+
+
+@contextlib.contextmanager
+def no_room(message: Callable[[Exception], str]) -> Iterator[None]:
+    """Where the device's memory runs out inside, raises a CapacityError with what `message` makes of the error."""
+    try:
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        m = resolved.memory
-        raise CapacityError(
-            f"a KV pool of {resolved.num_pages} pages ({m.kv_bytes} bytes) does not fit on {resolved.hardware.name} beside "
-            f"{m.weight_bytes} bytes of weights and what else is there (another framework, a trainer, jax's own preallocation): set "
-            "kv_cache_memory_bytes to what is free, or lower gpu_memory_utilization, which is a share of the whole device.") from error
+        raise CapacityError(message(error)) from error
 
 
 def _zeroed_state(resolved: ResolvedConfig, placement: Placement, processors: ProcessorTable) -> DeviceState:

@@ -8,7 +8,7 @@ import pytest
 
 import jaxinfer
 from jaxinfer.engine import hardware, swap
-from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED, read_pages, write_pages
+from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.explain import explain, plan
 from jaxinfer.scheduler.plan import SchedulePlan
@@ -128,7 +128,7 @@ def test_pages_come_back_as_they_were_without_jit(tiny_model):
 def test_the_pool_is_not_copied_and_the_plan_has_room_for_what_is_under_way(make_llm):
     engine = make_llm(**SWAP).engine
     block = NUM_PAGES_MOVED * PAGE_BYTES
-    reading, writing = (engine.steps._asides[f].memory_analysis() for f in (read_pages, write_pages))
+    reading, writing = (f.memory_analysis() for f in (engine.steps._executables.read_pages, engine.steps._executables.write_pages))
     assert writing.alias_size_in_bytes >= engine.warm_up.state_bytes and writing.temp_size_in_bytes <= 2 * block
     assert reading.output_size_in_bytes <= block + 1024 and reading.temp_size_in_bytes <= 2 * block
     assert engine.resolved.memory.step_bytes - make_llm(**FIXED, num_pages=25).engine.resolved.memory.step_bytes == 2 * MAX_CALLS_AHEAD * block
