@@ -115,10 +115,10 @@ def load(path: str | Path, *, dtype: str = "auto", tensor_parallel_size: int = 1
     if config.architecture != manifest["architecture"]:
         raise CheckpointError(f"{path}: manifest.json says {manifest['architecture']}, config.json says {config.architecture}: convert "
                               "the model again.")
-    shardings = tensor_parallel_shardings(config, _first_devices(tensor_parallel_size))
+    devices = _first_devices(tensor_parallel_size)
     graphdef, specs = abstract_model(config, manifest["dtype"] if dtype == "auto" else dtype)
     with outside_meshes():
-        params = restore_params(path, _placed(specs, shardings))
+        params = restore_params(path, _placed(config, specs, devices))
     return LoadedModel(config=config, graphdef=graphdef, params=params, manifest=manifest, path=path)
 
 
@@ -162,10 +162,7 @@ def tensor_parallel_shardings(config: ModelConfig, devices: Sequence[jax.Device]
     if not isinstance(devices, Sequence) or not devices or not all(isinstance(device, jax.Device) for device in devices) or (
             len(set(devices)) < len(devices)):
         raise ConfigError(f"devices = {devices!r:.200}: must be a list of different devices, such as jax.local_devices()[:2].")
-    config.part(len(devices))
-    mesh = make_mesh(devices)
-    return {name: param_sharding(name, spec.shape, spec.axes, mesh=mesh, device=devices[0])
-            for name, spec in abstract_model(config, "bfloat16")[1].items()}
+    return _shardings(config, abstract_model(config, "bfloat16")[1], devices)
 
 
 def random_model(config: ModelConfig, *, dtype: str, seed: int, tensor_parallel_size: int = 1) -> LoadedModel:
@@ -181,11 +178,11 @@ def random_model(config: ModelConfig, *, dtype: str, seed: int, tensor_parallel_
       seed: of all weights.
       tensor_parallel_size: devices that share every layer.
     """
-    shardings = tensor_parallel_shardings(config, _first_devices(tensor_parallel_size))
+    devices = _first_devices(tensor_parallel_size)
     graphdef, specs = abstract_model(config, dtype)
     with outside_meshes():
         key = jax.random.key(seed)
-        params = {name: _random_param(config, name, key, placed) for name, placed in _placed(specs, shardings).items()}
+        params = {name: _random_param(config, name, key, placed) for name, placed in _placed(config, specs, devices).items()}
     return LoadedModel(config=config, graphdef=graphdef, params=params, manifest={}, path=None)
 
 
@@ -242,9 +239,17 @@ def _half_width(name: str, shape: tuple[int, ...]) -> float:
     return math.sqrt(3.0 / shape[0])
 
 
-def _placed(specs: Mapping[str, ParamSpec], shardings: Mapping[str, Sharding]) -> dict[str, jax.ShapeDtypeStruct]:
+def _placed(config: ModelConfig, specs: Mapping[str, ParamSpec], devices: Sequence[jax.Device]) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes with the place where each parameter is to live."""
+    shardings = _shardings(config, specs, devices)
     return {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=shardings[name]) for name, spec in specs.items()}
+
+
+def _shardings(config: ModelConfig, specs: Mapping[str, ParamSpec], devices: Sequence[jax.Device]) -> dict[str, Sharding]:
+    """Where each parameter is to live. Raises ConfigError where the devices cannot share the model."""
+    config.part(len(devices))
+    mesh = make_mesh(devices)
+    return {name: param_sharding(name, spec.shape, spec.axes, mesh=mesh, device=devices[0]) for name, spec in specs.items()}
 
 
 def _first_devices(count: int) -> Sequence[jax.Device]:
