@@ -126,8 +126,7 @@ def _memory(r: ResolvedConfig) -> str:
 def _roofline(r: ResolvedConfig) -> str:
     if r.hardware.read_bytes_per_s is None:
         return f"Roofline\n  memory bandwidth is {r.hardware.bandwidth_source}"
-    part = r.model.part(r.engine.tensor_parallel_size)
-    embedding = 0 if part.tie_embeddings else part.vocab_size * part.dim * r.dtype.itemsize
+    embedding = 0 if r.part.tie_embeddings else r.part.vocab_size * r.part.dim * r.dtype.itemsize
     read, kv = r.memory.weight_bytes - embedding, r.memory.page_bytes // r.page_size
     lines = []
     for batch in (1, 8, 32, 128):

@@ -52,14 +52,18 @@ def named_gpu(name: str) -> Hardware:
     return GPUS[name]
 
 
+def ram_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def attached(device: "jax.Device | None" = None) -> Hardware:
     """The device, or the first one that jax has. Initialises jax's backend."""
     import jax
 
     device = device or jax.local_devices()[0]
     if device.platform != "gpu":
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Hardware(name=f"CPU, {os.cpu_count()} cores", platform="cpu", memory_bytes=ram, read_bytes_per_s=None,
+        return Hardware(name=f"CPU, {os.cpu_count()} cores", platform="cpu", memory_bytes=ram_bytes(), read_bytes_per_s=None,
                         bandwidth_source="not known for CPUs", compute_capability=None, shared_memory_bytes=None)
     stats = device.memory_stats() or {}
     major, minor = (int(x) for x in str(device.compute_capability).split("."))

@@ -72,6 +72,11 @@ class ResolvedConfig:
         return -(-self.max_model_len // self.page_size)
 
     @property
+    def part(self) -> ModelConfig:
+        """What one device computes of the model."""
+        return self.model.part(self.engine.tensor_parallel_size)
+
+    @property
     def enforce_eager(self) -> bool:
         return self.engine.enforce_eager
 
@@ -159,7 +164,7 @@ def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
     from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention_choice
     from pallas_kernels.ragged_paged_attention.config import AttentionSpec
 
-    model, hardware = resolved.model.part(resolved.engine.tensor_parallel_size), resolved.hardware
+    model, hardware = resolved.part, resolved.hardware
     spec = AttentionSpec(
         num_tokens=layout.num_tokens, num_rows=layout.num_rows, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim, page_size=resolved.page_size, pages_per_seq=resolved.num_pages_per_seq, q_dtype=str(resolved.dtype),

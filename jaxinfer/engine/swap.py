@@ -5,7 +5,6 @@ Which page holds whose tokens is the scheduler's affair (jaxinfer/scheduler/host
 
 import collections
 import itertools
-import os
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxinfer.engine.compiled import CompiledSteps
+from jaxinfer.engine.hardware import ram_bytes
 from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED
 from jaxinfer.errors import CapacityError
 from jaxinfer.scheduler.pages import NULL_PAGE
@@ -46,7 +46,7 @@ class SwappedPages:
     def __init__(self, num_pages: int, steps: CompiledSteps) -> None:
         r = steps.resolved
         shape = (num_pages, 2, r.model.num_layers, r.model.num_kv_heads, r.page_size, r.model.head_dim)
-        num_bytes, ram = int(np.prod(shape)) * r.kv_dtype.itemsize, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        num_bytes, ram = int(np.prod(shape)) * r.kv_dtype.itemsize, ram_bytes()
         try:
             if num_bytes > ram:
                 raise MemoryError
