@@ -78,12 +78,17 @@ def test_outputs_are_those_of_single_steps_and_decisions_are_fewer(make_llm, mon
 
 
 def test_a_loop_leaves_the_bits_of_single_steps(make_llm):
-    """Tokens, keys and values, page table and slots' tables, over the edges of pages; a page that comes with a later step of the loop."""
+    """Tokens, keys and values, page table and slots' tables, over the edges of pages; a page that comes with a later step of the loop.
+
+    Each slot has its page: in the null page, where padded rows write, a GPU leaves whichever of them came last."""
     llm = make_llm(**LOOPED)
     steps, layout = llm.engine.steps, next(x for x in llm.engine.resolved.layouts if x.decode_only)
     rng = np.random.default_rng(0)
+    table = np.array(steps.state.page_table)
+    table[1, 0] = 9
     leaves, treedef = jax.tree.flatten(steps.state)
-    before = [rng.normal(size=x.shape).astype(x.dtype) if x.dtype == np.float32 else np.zeros(x.shape, x.dtype) for x in leaves]
+    before = [rng.normal(size=x.shape).astype(x.dtype) if x.dtype == np.float32 else
+              table if x is steps.state.page_table else np.zeros(x.shape, x.dtype) for x in leaves]
     rows = [row(2, 14, [7]), row(0, 45, [9]), row(1, 3, [250])]
     updates = [[(2, 0, 5), (0, 0, 6), (0, 1, 7), (0, 2, 8)], [], [(2, 1, 10), (0, 3, 12)], []]
     buffers = [pack(make_plan(*rows), layout, updates[0])]
