@@ -106,6 +106,7 @@ MOSAIC_BLOCK_MS = (8, 16, 32, 64)
 MOSAIC_WARPGROUPS = {8: 5, 16: 4, 32: 2, 64: 2}  # by block_m: as many as a core's registers hold, at 96, 128, 255 and 255 a thread
 MOSAIC_MOST_GROUPS = 4  # of a tile that leave it so; the parameters of more would spill, so that fewer warpgroups and tokens fit
 MOSAIC_STAGES = 3
+SHARED_REST = 3072  # bytes of shared memory for barriers and alignment
 WGMMA_BLOCK_MS = (32, 64, 128, 256)
 WGMMA_WARPGROUPS = {32: 5, 64: 3, 128: 2, 256: 2}  # by block_m, as above
 WGMMA_MOST_SCALED = 128   # tokens of a block up to which products are scaled, and not weights
@@ -123,23 +124,35 @@ DEQUANTIZE_MIN_M = {(8, 0): 257, (9, 0): 513}
 # a core 24 bytes a cycle.
 TILE_ISSUE, TILE_LATENCY, BLOCK_LATENCY, SPLIT_LATENCY, BYTES_A_CYCLE, CORE_BYTES_A_CYCLE = 300, 1200, 1800, 3500, 2000, 24
 
-# Measured on an H200 on 2026-11-30 (bench/results/sweep-int4-nvidia-h200.json; bench.kernels.int4_sweep prints such lines), (k, n, block_m)
-# -> tiles. Groups of 128, 4 bits. The device's us, the kernel that adds up splits included; in brackets those of scaled weights and one
-# warpgroup a strip.
-MOSAIC_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}  # warpgroups, splits, stages, strips
+# Measured on an H200 on 2026-11-30 (bench/results/sweep-int4-nvidia-h200.json, by bench.kernels.int4_sweep, which prints such lines),
+# (k, n, block_m) -> tiles. Groups of 128, 4 bits. The device's us, the kernel that adds up splits and the gap before it included.
+MOSAIC_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {  # warpgroups, splits, stages, strips
+    (3584, 4608, 8): (4, 1, 4, 1),      # 6.3
+    (3584, 3584, 8): (4, 1, 4, 1),      # 6.2
+    (3584, 37888, 8): (1, 1, 2, 5),     # 21.6
+    (18944, 3584, 8): (1, 9, 3, 4),     # 15.7
+    (3584, 4608, 16): (4, 1, 3, 1),     # 7.7
+    (3584, 3584, 16): (4, 1, 3, 1),     # 7.6
+    (3584, 37888, 16): (2, 1, 3, 1),    # 28.5
+    (18944, 3584, 16): (4, 2, 3, 1),    # 17.9
+}
 WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {  # strips, warpgroups, splits, stages, token stages, place_k
-    (3584, 4608, 32): (1, 4, 1, 2, 2, 256),     # 8.7
-    (3584, 3584, 32): (1, 4, 2, 2, 2, 256),     # 8.0
-    (3584, 37888, 32): (5, 1, 1, 3, 4, 256),    # 35.7 [67.1]
-    (18944, 3584, 32): (1, 4, 2, 2, 2, 256),    # 18.4 [39.1]
-    (3584, 4608, 64): (3, 1, 5, 2, 2, 256),     # 10.8 [20.2]
-    (3584, 3584, 64): (1, 2, 2, 2, 2, 256),     # 8.6 [19.8]
-    (3584, 37888, 64): (1, 1, 1, 4, 2, 256),    # 54.3 [64.2]
-    (18944, 3584, 64): (1, 2, 2, 4, 2, 256),    # 25.7 [58.4]
-    (3584, 4608, 128): (1, 2, 1, 2, 2, 128),    # 15.6 [16.8]
-    (3584, 3584, 128): (1, 1, 2, 4, 2, 256),    # 12.6
-    (3584, 37888, 128): (1, 2, 1, 2, 2, 128),   # 75.6 [94.6]
-    (18944, 3584, 128): (1, 2, 2, 2, 2, 128),   # 37.5 [44.7]
+    (3584, 4608, 32): (1, 4, 1, 2, 2, 256),     # 8.9
+    (3584, 3584, 32): (1, 4, 1, 2, 2, 256),     # 8.6
+    (3584, 37888, 32): (5, 1, 1, 2, 4, 256),    # 31.7
+    (18944, 3584, 32): (1, 4, 2, 2, 2, 128),    # 21.2
+    (3584, 4608, 64): (1, 2, 1, 4, 4, 128),     # 12.1
+    (3584, 3584, 64): (1, 2, 2, 2, 2, 256),     # 10.2
+    (3584, 37888, 64): (1, 1, 1, 4, 2, 256),    # 51.4
+    (18944, 3584, 64): (1, 2, 2, 2, 2, 256),    # 27.1
+    (3584, 4608, 128): (1, 2, 1, 2, 2, 128),    # 17.4
+    (3584, 3584, 128): (1, 2, 2, 2, 2, 128),    # 14.3
+    (3584, 37888, 128): (1, 2, 1, 2, 2, 128),   # 84.9
+    (18944, 3584, 128): (1, 2, 2, 2, 2, 128),   # 42.6
+    (3584, 4608, 256): (2, 1, 3, 4, 4, 64),     # 24.9
+    (3584, 3584, 256): (2, 1, 4, 4, 4, 64),     # 21.9
+    (3584, 37888, 256): (2, 1, 1, 4, 4, 64),    # 137.7
+    (18944, 3584, 256): (2, 1, 4, 4, 4, 64),    # 64.1
 }
 
 
@@ -188,7 +201,7 @@ def mosaic_config(spec: MatmulSpec, target: Target) -> MosaicConfig:
     sizes = MOSAIC_BLOCK_MS if layout.TILE_K // spec.group_k <= MOSAIC_MOST_GROUPS else MOSAIC_BLOCK_MS[:2]
     block_m = next((size for size in sizes if spec.m <= size), sizes[-1])
     measured = MOSAIC_MEASURED.get((spec.k, spec.n, block_m)) if _is_measured(spec, target) else None
-    tried = itertools.product((1, 2, 4, 5), range(1, 9), (MOSAIC_STAGES, 2), (1, 2, 4, 5)) if measured is None else [measured]
+    tried = itertools.product((1, 2, 4, 5), range(1, 10), (MOSAIC_STAGES, 2), (1, 2, 4, 5)) if measured is None else [measured]
     configs = [MosaicConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, warpgroups=w, splits=p, stages=t, strips=s)
                for w, p, t, s in tried]
     most = _most_warpgroups(spec, target, block_m)
@@ -245,11 +258,25 @@ def _busiest_core(spec: MatmulSpec, target: Target, config: MosaicConfig | Wgmma
     return waves * wave + split
 
 
+def parameter_rows(config: MosaicConfig | WgmmaConfig, num_tiles: int, num_groups: int) -> int:
+    """Groups that the tiles of one warpgroup touch at most."""
+    tiles = -(-num_tiles // (config.splits * config.warpgroups))
+    unaligned = layout.TILE_K % config.group_size > 0
+    return min(num_groups, -(-tiles * layout.TILE_K // config.group_size) + unaligned)
+
+
+def _parameter_bytes(spec: MatmulSpec, config: MosaicConfig | WgmmaConfig) -> int:
+    """Shared memory of a block's scales and zero points."""
+    width = (4 if spec.scale_dtype == "float32" else 2) + 2 * (spec.zero_dtype is not None)
+    rows = parameter_rows(config, spec.num_tiles, spec.k // spec.group_size)
+    return config.strips * config.warpgroups * rows * layout.TILE_N * width
+
+
 def mosaic_shared_bytes(spec: MatmulSpec, config: MosaicConfig) -> int:
-    """Shared memory of one block: tiles and tokens in flight, the warpgroups' sums, and 1 KiB for barriers and alignment."""
+    """Shared memory of one block: tiles and tokens in flight, parameters, the warpgroups' sums, and the rest."""
     step = 2 * layout.TILE_N * layout.tile_words(spec.bits) + 2 * config.block_m * layout.TILE_K
-    sums = 4 * max(1, config.warpgroups - 1) * layout.TILE_N * config.block_m
-    return config.strips * (config.warpgroups * config.stages * step + sums) + 1024
+    sums = 4 * (config.warpgroups - 1) * layout.TILE_N * config.block_m
+    return config.strips * (config.warpgroups * config.stages * step + sums) + _parameter_bytes(spec, config) + SHARED_REST
 
 
 def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
@@ -292,8 +319,9 @@ def _quickest_wgmma(spec: MatmulSpec, target: Target, block_m: int) -> WgmmaConf
 
 
 def wgmma_shared_bytes(spec: MatmulSpec, config: WgmmaConfig) -> int:
-    """Shared memory of one block: tiles and tokens in flight, the warpgroups' sums, and 1 KiB for barriers and alignment."""
+    """Shared memory of one block: tiles and tokens in flight, parameters, the warpgroups' sums, and the rest."""
     tile = 2 * layout.TILE_N * layout.tile_words(spec.bits)
     place = 2 * config.block_m * config.place_k
-    sums = 4 * layout.TILE_N * max(config.strips * (config.warpgroups - 1) * config.block_m, 8)
-    return config.warpgroups * (config.strips * config.stages * tile + config.token_stages * place) + sums + 1024
+    sums = 4 * layout.TILE_N * config.strips * (config.warpgroups - 1) * config.block_m
+    rings = config.warpgroups * (config.strips * config.stages * tile + config.token_stages * place)
+    return rings + _parameter_bytes(spec, config) + sums + SHARED_REST

@@ -11,7 +11,7 @@ of copies of its own, so that none waits for another before the end:
 A step takes one tile: 64 columns x 256 values of k, 8 KiB at 4 bits, and the same 256 of every token. Codes become q - z in
 registers, exactly, in x's 16-bit dtype; the product of a group is scaled, not its weights. At the end the warpgroups' sums meet in shared
 memory; those of several splits go to XLA as float32, which adds them up together with whatever follows. Copies are cp.async on sm_80 and TMA
-on sm_90.
+on sm_90; scales and zero points come at the start, all at once (parameters.py).
 
 Instructions are what bounds few tokens, so there (8 tokens, 4 bits, bfloat16) nothing is taken off the codes, which come out of unpacking as
 128 + q; the product with a row of ones makes up for it once a group:
@@ -32,8 +32,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.int4_matmul import fragments, layout
-from pallas_kernels.int4_matmul.config import MosaicConfig
+from pallas_kernels.int4_matmul import fragments, layout, parameters
+from pallas_kernels.int4_matmul.config import MosaicConfig, parameter_rows
 from pallas_kernels.int4_matmul.launch import launch
 from pallas_kernels.mosaic import across, constant
 
@@ -68,13 +68,13 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     num_shares, num_strips, num_threads = config.splits * config.warpgroups, packed.shape[0], config.warpgroups * config.strips
     by_sums = sums_tokens(block_m, bits, dtype)
     acc_layout, lhs_layout, rhs_layout = plgpu.Layout.MMA_ACC(dtype), plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
-    row_layout = acc_layout.reduce(1)
-    parameters = functools.partial(fragments.row_parameters, num_rows=TILE_N, layout=row_layout, interpret=interpret)
+    row_layout, num_rows = acc_layout.reduce(1), parameter_rows(config, num_tiles, num_groups)
+    num_kinds = 1 + has_zeros  # of parameters
 
     def body(x_ref, packed_ref, scales_ref, *refs):  # type: ignore[no-untyped-def]
-        zeros_ref = refs[0] if has_zeros else None
         bias_ref = refs[has_zeros] if has_bias else None
-        out_ref, w_smem, x_smem, sums_smem, *barriers = refs[has_zeros + has_bias:]
+        out_ref, w_smem, x_smem, sums_smem, *rest = refs[has_zeros + has_bias:]
+        rows_smem, barriers = rest[:num_kinds], rest[num_kinds:]
         block, split, token, group = (lax.axis_index(name) for name in ("block", "split", "token", "warpgroup"))
         mine, member = lax.div(group, jnp.int32(config.warpgroups)), lax.rem(group, jnp.int32(config.warpgroups))  # strip, place in it
         strip, share = block * config.strips + mine, split * config.warpgroups + member
@@ -82,6 +82,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
         read = jnp.minimum(strip, num_strips - 1)  # past the last strip the last one serves; what comes of it is not stored
         column, mask = read * TILE_N, fragments.nibble_mask(interpret=interpret)
+        first_row = jnp.minimum(lax.div(start * TILE_K, jnp.int32(config.group_size)), num_groups - num_rows)
         ones = plgpu.layout_cast(jnp.ones((TILE_N, min(group_k, CHUNK)), dtype), lhs_layout)
 
         def fetch(j: jax.Array) -> None:
@@ -94,28 +95,25 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 else:
                     plgpu.copy_gmem_to_smem(source, target, barriers[0].at[group * stages + slot])
 
-        def groups_of(j: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
-            """Scales, and zero points, of the groups in tile j of this share."""
-            first = (start + j) * TILE_K
-            numbers = [jnp.minimum(lax.div(first + i * group_k, jnp.int32(config.group_size)), num_groups - 1)
-                       for i in range(TILE_K // group_k)]
-            return tuple(tuple(parameters(ref, number, column) for ref in ((scales_ref, zeros_ref) if has_zeros else (scales_ref,)))
-                         for number in numbers)
+        def parameters_of(j: jax.Array, number: int) -> list[jax.Array]:
+            """Scale, and zero point, of a group of tile j of this share."""
+            there = jnp.minimum(lax.div((start + j) * TILE_K + number * group_k, jnp.int32(config.group_size)), num_groups - 1)
+            return [parameters.read(smem.at[group], there - first_row, row_layout, interpret=interpret) for smem in rows_smem]
 
-        def multiply(slot: jax.Array, rows: tuple[tuple[jax.Array, ...], ...], acc: jax.Array) -> jax.Array:
-            """acc plus the scaled products of the tile in a slot."""
+        def multiply(j: jax.Array, slot: jax.Array, acc: jax.Array) -> jax.Array:
+            """acc plus the scaled products of tile j of this share, which is in a slot."""
             nothing = constant((TILE_N, block_m), 0, acc_layout)
             words = [plgpu.load(w_smem.at[group, slot, :, pl.ds(c, CHUNK)], layout=lhs_layout) for c in range(0, num_words, CHUNK)]
             product, sums = nothing, nothing
-            for first, k, size in pieces(group_k, num_words * num_planes):
-                plane, c = divmod(first, num_words)
-                scale, *zero = rows[k // group_k]
-                if k == first:
-                    tokens = plgpu.load(x_smem.at[group, slot, :, pl.ds(first, CHUNK)].T, layout=rhs_layout)
+            for chunk, k, size in pieces(group_k, num_words * num_planes):
+                plane, c = divmod(chunk, num_words)
+                if k == chunk:
+                    tokens = plgpu.load(x_smem.at[group, slot, :, pl.ds(chunk, CHUNK)].T, layout=rhs_layout)
                 if k % group_k == 0:
+                    scale, *zero = parameters_of(j, k // group_k)
                     product, sums = nothing, nothing
-                left = fragments.part(words[c // CHUNK], k - first, size, axis=1, layout=lhs_layout, interpret=interpret)
-                right = fragments.part(tokens, k - first, size, axis=0, layout=rhs_layout, interpret=interpret)
+                left = fragments.part(words[c // CHUNK], k - chunk, size, axis=1, layout=lhs_layout, interpret=interpret)
+                right = fragments.part(tokens, k - chunk, size, axis=0, layout=rhs_layout, interpret=interpret)
                 product = mosaic.mma(product, weights_of(left, plane, zero), right, interpret=interpret)
                 if by_sums:
                     sums = mosaic.mma(sums, ones, right, interpret=interpret)
@@ -134,26 +132,27 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             offset = float(fragments.MAGIC[jnp.dtype(dtype).name][1])
             return across(zero[0] + offset, block_m) if zero else offset + 2.0 ** (bits - 1)
 
-        def step(j: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-            rows, acc = carry
+        def step(j: jax.Array, acc: jax.Array) -> jax.Array:
             more = j + (stages - 1) < count
             pl.when(more)(lambda: fetch(j + (stages - 1)))
             if copies_async:  # which counts copies, not slots; two a step
                 lax.cond(more, lambda: plgpu.wait_gmem_to_smem(2 * (stages - 1)), lambda: plgpu.wait_gmem_to_smem(0))
             else:
                 plgpu.barrier_wait(barriers[0].at[group * stages + lax.rem(j, jnp.int32(stages))])
-            following = groups_of(jnp.minimum(j + 1, count - 1))  # asked for a step ahead: they come from global memory
-            return following, multiply(lax.rem(j, jnp.int32(stages)), rows, acc)
+            return multiply(j, lax.rem(j, jnp.int32(stages)), acc)
 
+        parameters.fetch((scales_ref, *refs[:has_zeros]), [smem.at[group] for smem in rows_smem], first_row, column, interpret=interpret)
         for j in range(stages - 1):
             pl.when(j < count)(functools.partial(fetch, jnp.int32(j)))
-        acc = lax.fori_loop(0, count, step, (groups_of(jnp.int32(0)), constant((TILE_N, block_m), 0, acc_layout)))[1]
+        parameters.wait(copies_async=copies_async, interpret=interpret)
+        acc = lax.fori_loop(0, count, step, constant((TILE_N, block_m), 0, acc_layout))
 
         def finish(acc: jax.Array) -> None:
             for other in range(config.warpgroups - 1):
                 acc = acc + plgpu.load(sums_smem.at[mine, other], layout=acc_layout, optimized=False)
             if bias_ref is not None:
-                acc = acc + across(parameters(bias_ref, jnp.int32(0), column), block_m)
+                bias = fragments.row_parameters(bias_ref, jnp.int32(0), column, TILE_N, row_layout, interpret=interpret)
+                acc = acc + across(bias, block_m)
             target = out_ref if config.splits == 1 else out_ref.at[split]
             fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, strip * TILE_N, acc_layout, interpret=interpret)
 
@@ -176,7 +175,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     ring = (num_threads, stages)
     scratch: list[Any] = [plgpu.SMEM((*ring, TILE_N, num_words), packed.dtype, transforms=transforms),
                plgpu.SMEM((*ring, block_m, TILE_K), dtype, transforms=transforms),
-               plgpu.SMEM((config.strips, max(1, config.warpgroups - 1), TILE_N, block_m), jnp.float32),
+               plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, 8, 8), jnp.float32),
+               plgpu.SMEM((num_threads, num_rows, TILE_N), scales.dtype),
+               *[plgpu.SMEM((num_threads, num_rows, TILE_N), jnp.bfloat16)] * has_zeros,
                *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=num_threads * stages)]),
                plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]
     return mosaic.kernel(

@@ -27,15 +27,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.int4_matmul import fragments, layout
-from pallas_kernels.int4_matmul.config import PIECE_K, WgmmaConfig
+from pallas_kernels.int4_matmul import fragments, layout, parameters
+from pallas_kernels.int4_matmul.config import PIECE_K, WgmmaConfig, parameter_rows
 from pallas_kernels.int4_matmul.launch import launch
 
 TILE_N, TILE_K = layout.TILE_N, layout.TILE_K
 PIECES = TILE_K // PIECE_K
 # Registers hold neither two pieces at a time nor the words of a tile: in blocks of so many warpgroups, 96 a thread, and beside two accumulators
-# of so many tokens, 128 of 255.
-TIGHT_THREADS, TIGHT_BLOCK_M = 5, 128
+# of so many tokens, 128 of 255; nor, with four groups a tile, beside two of 64 and in blocks of three warpgroups.
+TIGHT_THREADS, TIGHT_BLOCK_M, TIGHT_GROUPS = 5, 128, 4
 
 type Words = Callable[[int], tuple[jax.Array, int]]
 
@@ -53,21 +53,23 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     groups_a_tile = TILE_K // group_k
     num_shares, num_threads = config.splits * config.warpgroups, config.strips * config.warpgroups
     place_k, places_a_tile = config.place_k, TILE_K // config.place_k
-    is_tight = num_threads >= TIGHT_THREADS or (config.scales_product and block_m >= TIGHT_BLOCK_M)
+    is_tight = num_threads >= TIGHT_THREADS or (
+        config.scales_product and block_m >= (TIGHT_BLOCK_M if groups_a_tile < TIGHT_GROUPS else TIGHT_BLOCK_M // 2))
     lhs_layout, acc_layout = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.WGMMA
-    row_layout = acc_layout.reduce(1)
-    parameters = functools.partial(fragments.row_parameters, num_rows=TILE_N, layout=row_layout, interpret=interpret)
+    row_layout, num_rows = acc_layout.reduce(1), parameter_rows(config, num_tiles, num_groups)
+    num_kinds = 1 + has_zeros  # of parameters
 
     def body(x_ref, packed_ref, scales_ref, *refs):  # type: ignore[no-untyped-def]
-        zeros_ref = refs[0] if has_zeros else None
         bias_ref = refs[has_zeros] if has_bias else None
-        out_ref, w_smem, x_smem, sums_smem, w_full, x_full, x_free, done = refs[has_zeros + has_bias:]
+        out_ref, w_smem, x_smem, sums_smem, *rest = refs[has_zeros + has_bias:]
+        rows_smem, (w_full, x_full, x_free, done) = rest[:num_kinds], rest[num_kinds:]
         block, split, token, group = (lax.axis_index(name) for name in ("block", "split", "token", "warpgroup"))
         member, mine = lax.div(group, jnp.int32(config.strips)), lax.rem(group, jnp.int32(config.strips))  # place in its strip, strip
         strip, share = block * config.strips + mine, split * config.warpgroups + member
         start = lax.div(share * num_tiles, jnp.int32(num_shares))
         count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
         read = jnp.minimum(strip, num_strips - 1)  # past the last strip the last one serves; what comes of it is not stored
+        first_row = jnp.minimum(lax.div(start * TILE_K, jnp.int32(config.group_size)), num_groups - num_rows)
         column, num_places, mask = read * TILE_N, count * places_a_tile, fragments.nibble_mask(interpret=interpret)
 
         def fetch_weights(j: jax.Array) -> None:
@@ -98,13 +100,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 fetch_tokens(last + token_stages)
 
         def group_of(j: jax.Array, number: int) -> tuple[jax.Array, ...]:
-            """Scale, and zero point, of a group of tile j of this share, or of the last tile's where j is past it."""
-            first = (start + jnp.minimum(j, count - 1)) * TILE_K + number * group_k
-            group = jnp.minimum(lax.div(first, jnp.int32(config.group_size)), num_groups - 1)
-            return tuple(parameters(ref, group, column) for ref in ((scales_ref, zeros_ref) if has_zeros else (scales_ref,)))
-
-        def groups_of(j: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
-            return tuple(group_of(j, number) for number in range(groups_a_tile))
+            """Scale, and zero point, of a group of tile j of this share."""
+            there = jnp.minimum(lax.div((start + j) * TILE_K + number * group_k, jnp.int32(config.group_size)), num_groups - 1)
+            return tuple(parameters.read(smem.at[group], there - first_row, row_layout, interpret=interpret) for smem in rows_smem)
 
         def codes_of(words: Words, piece: int, zero: list[jax.Array]) -> jax.Array:
             """A piece of q - z, [64, 64]."""
@@ -171,18 +169,15 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
 
             return words
 
-        def step_scaling_products(j: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-            (scale, *zero), acc = carry
+        def step_scaling_products(j: jax.Array, acc: jax.Array) -> jax.Array:
             words = begin(j)
-            for number in range(groups_a_tile):  # parameters are asked for a group ahead: they come from global memory
-                following = group_of(j, number + 1) if number + 1 < groups_a_tile else group_of(j + 1, 0)
+            for number in range(groups_a_tile):
+                scale, *zero = group_of(j, number)
                 acc = acc + group_product(j, words, number, zero) * mosaic.across(scale, block_m)
-                scale, *zero = following
-            return (scale, *zero), acc
+            return acc
 
-        def step_scaling_weights(j: jax.Array, carry: tuple[Any, Any], acc_ref: Any) -> tuple[Any, Any]:
-            rows, acc = carry
-            words, following = begin(j), groups_of(j + 1)
+        def step_scaling_weights(j: jax.Array, acc: Any, acc_ref: Any) -> Any:
+            words, rows = begin(j), tuple(group_of(j, number) for number in range(groups_a_tile))
             weights = weights_of(words, 0, rows)
             for piece in range(PIECES):
                 i = j * PIECES + piece
@@ -197,21 +192,20 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 if not interpret:
                     plgpu.wgmma_wait(0)
                 let_go(i)
-            return following, acc
+            return acc
 
         def run(acc_ref: Any = None) -> jax.Array:
             in_registers = config.scales_product or interpret
             step = step_scaling_products if config.scales_product else functools.partial(step_scaling_weights, acc_ref=acc_ref)
-            rows = group_of(jnp.int32(0), 0) if config.scales_product else groups_of(jnp.int32(0))
-            zero = mosaic.constant((TILE_N, block_m), 0, acc_layout) if in_registers else jnp.int32(0)
-            _, acc = lax.fori_loop(0, count, step, (rows, zero))
+            acc = lax.fori_loop(0, count, step, mosaic.constant((TILE_N, block_m), 0, acc_layout) if in_registers else jnp.int32(0))
             return acc if in_registers else acc_ref[...]
 
         def finish(acc: jax.Array) -> None:
             for other in range(config.warpgroups - 1):
                 acc = acc + plgpu.load(sums_smem.at[mine, other], layout=acc_layout, optimized=False)
             if bias_ref is not None:
-                acc = acc + mosaic.across(parameters(bias_ref, jnp.int32(0), column), block_m)
+                bias = fragments.row_parameters(bias_ref, jnp.int32(0), column, TILE_N, row_layout, interpret=interpret)
+                acc = acc + mosaic.across(bias, block_m)
             target = out_ref if config.splits == 1 else out_ref.at[split]
             fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, strip * TILE_N, acc_layout, interpret=interpret)
 
@@ -219,6 +213,8 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             pl.when(j < count)(functools.partial(fetch_weights, jnp.int32(j)))
         for i in range(token_stages):
             pl.when((mine == 0) & (i < num_places))(functools.partial(fetch_tokens, jnp.int32(i)))
+        parameters.fetch((scales_ref, *refs[:has_zeros]), [smem.at[group] for smem in rows_smem], first_row, column, interpret=interpret)
+        parameters.wait(copies_async=copies_async, interpret=interpret)
         acc = run() if config.scales_product or interpret else pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
         if config.warpgroups == 1:
             finish(acc)
@@ -246,7 +242,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     rings = config.warpgroups * token_stages
     scratch: list[Any] = [plgpu.SMEM((num_threads, stages, TILE_N, num_words), packed.dtype, transforms=transforms),
                plgpu.SMEM((config.warpgroups, token_stages, block_m, place_k), dtype, transforms=transforms),
-               plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, TILE_N, 8), jnp.float32),
+               plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, 8, 8), jnp.float32),
+               plgpu.SMEM((num_threads, num_rows, TILE_N), scales.dtype),
+               *[plgpu.SMEM((num_threads, num_rows, TILE_N), jnp.bfloat16)] * has_zeros,
                plgpu.Barrier(num_barriers=num_threads * stages), plgpu.Barrier(num_barriers=rings),
                plgpu.Barrier(num_arrivals=config.strips, num_barriers=rings),
                plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]

@@ -41,6 +41,8 @@ def launch(
     if interpret:  # which lets nothing out of bounds
         scales = _widened(scales, -n % width)
         zeros, bias = (None if row is None else _widened(row, -n % width) for row in (zeros, bias))
+    elif n % 8:  # rows of parameters are copied 16 bytes at a time
+        scales, zeros = _widened(scales, -n % 8), None if zeros is None else _widened(zeros, -n % 8)
     shape = (-(-m // config.block_m) * config.block_m, -(-n // width) * width) if interpret else (m, n)
     out = jax.ShapeDtypeStruct(shape, out_dtype) if config.splits == 1 else jax.ShapeDtypeStruct((config.splits, *shape), jnp.float32)
     run = make_kernel(x, packed, scales, has_zeros=zeros is not None, has_bias=bias is not None and config.splits == 1, bits=bits, out=out,
