@@ -46,31 +46,27 @@ def _items(settings: Settings, shape: str, m: int, k: int, n: int) -> Iterator[I
         yield from torch_peers.peers(base, OP, name, torch_peers.int4_cases(m, k, n, GROUP_SIZE))
 
 
-def operands(key: int, *, m: int, k: int, n: int) -> Arrays:
-    """x bfloat16, packed random codes, float16 scales that keep the product near 1, zero points."""
-
-    @jax.jit
-    def draw() -> Arrays:
-        keys = jax.random.split(jax.random.key(key), 4)
-        packed = jax.random.bits(keys[1], pallas_kernels.packed_shape(k, n, bits=4), jnp.uint16)
-        groups = (k // GROUP_SIZE, n)
-        scales = jax.random.uniform(keys[2], groups, jnp.float32, 0.5, 1.5) / (4.6 * k ** 0.5)
-        zeros = jax.random.randint(keys[3], groups, 6, 11).astype(jnp.bfloat16)
-        return (jax.random.normal(keys[0], (m, k), jnp.bfloat16), jax.lax.bitcast_convert_type(packed, jnp.int16),
-                scales.astype(jnp.float16), zeros)
-
-    return draw()
+@functools.partial(jax.jit, static_argnames=("m", "k", "n"))
+def operands(key: jax.Array | int, *, m: int, k: int, n: int) -> Arrays:
+    """x bfloat16, packed random codes, float16 scales that keep the product near 1, zero points. One executable for all keys."""
+    keys = jax.random.split(jax.random.key(key), 4)
+    packed = jax.random.bits(keys[1], pallas_kernels.packed_shape(k, n, bits=4), jnp.uint16)
+    groups = (k // GROUP_SIZE, n)
+    scales = jax.random.uniform(keys[2], groups, jnp.float32, 0.5, 1.5) / (4.6 * k ** 0.5)
+    zeros = jax.random.randint(keys[3], groups, 6, 11).astype(jnp.bfloat16)
+    return (jax.random.normal(keys[0], (m, k), jnp.bfloat16), jax.lax.bitcast_convert_type(packed, jnp.int16),
+            scales.astype(jnp.float16), zeros)
 
 
 def _matmul(x: jax.Array, packed: jax.Array, scales: jax.Array, zeros: jax.Array, *, name: str) -> jax.Array:
     return pallas_kernels.int4_matmul(x, packed, scales, zeros, group_size=GROUP_SIZE, implementation=name)
 
 
-def _native(key: int, *, make: functools.partial[Arrays], k: int, n: int) -> Arrays:
+@functools.partial(jax.jit, static_argnames=("make", "k", "n"))
+def _native(key: jax.Array | int, *, make: functools.partial[Arrays], k: int, n: int) -> Arrays:
     """x, codes as jnp.int4 [k, n] less eight, scales, zero points less eight."""
     x, packed, scales, zeros = make(key)
-    codes = jax.jit(lambda p: (pallas_kernels.unpack(p, k=k, n=n).astype(jnp.int8) - 8).astype(jnp.int4))(packed)
-    return x, codes, scales, zeros - 8
+    return x, (pallas_kernels.unpack(packed, k=k, n=n).astype(jnp.int8) - 8).astype(jnp.int4), scales, zeros - 8
 
 
 def _native_matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array) -> jax.Array:
@@ -78,7 +74,8 @@ def _native_matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax
     return jnp.dot(x, weights.reshape(codes.shape), preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _dense(key: int, *, make: functools.partial[Arrays]) -> Arrays:
+@functools.partial(jax.jit, static_argnames="make")
+def _dense(key: jax.Array | int, *, make: functools.partial[Arrays]) -> Arrays:
     """x and the weights in bfloat16 [k, n]."""
     x, packed, scales, zeros = make(key)
-    return x, jax.jit(lambda *arrays: pallas_kernels.dequantize(*arrays, group_size=GROUP_SIZE).astype(x.dtype))(packed, scales, zeros)
+    return x, pallas_kernels.dequantize(packed, scales, zeros, group_size=GROUP_SIZE).astype(x.dtype)

@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +30,22 @@ from bench.kernels.int4 import SHAPES as ALL_SHAPES
 from bench.kernels.running import FAILURES, reason_of
 from pallas_kernels import int4_matmul
 from pallas_kernels.dispatch import Target, current_target
-from pallas_kernels.int4_matmul import kernel_mosaic, kernel_wgmma
+from pallas_kernels.int4_matmul import kernel_mosaic, kernel_wgmma, kernel_xla
 from pallas_kernels.int4_matmul.api import matmul_spec
 from pallas_kernels.int4_matmul.config import (
+    WGMMA_CAPABILITIES,
     WGMMA_WARPGROUPS,
     MatmulSpec,
     MosaicConfig,
     WgmmaConfig,
     mosaic_config,
-    mosaic_refusal,
     mosaic_shared_bytes,
     wgmma_config,
-    wgmma_refusal,
     wgmma_shared_bytes,
+    xla_strip_tiles,
 )
 
-_MS = flags.DEFINE_list("ms", ["8", "16", "32", "64", "128"], "Tokens.")
+_MS = flags.DEFINE_list("ms", ["8", "16", "32", "64", "128"], "Tokens; 16 to 64 try both kernels, 256 and more dequantising as well.")
 _SHAPES = flags.DEFINE_list("shapes", list(ALL_SHAPES), "Matrices of Qwen2-7B.")
 _PROCESSES = flags.DEFINE_integer("processes", 10, "Of them at a time.", lower_bound=1)
 _NAME = flags.DEFINE_string("name", "int4-sweep", "Name of the result file.")
@@ -54,25 +54,28 @@ _FOLDER = flags.DEFINE_string("folder", None, "Where the result file goes; defau
 ROTATE_BYTES = 192 * 2**20
 ROUNDS = 2          # of all sets of operands, in a profile
 LAUNCH_US = 1.5     # from the end of a kernel to the start of the next in a captured graph, which a profile's busy time leaves out
+MOST_MOSAIC_M, LEAST_WGMMA_M, LEAST_DEQUANTIZED_M = 64, 16, 256  # where each is tried
 # By m, in the order of config.py's tables: of kernel_mosaic for few tokens, of kernel_wgmma for more. What does not fit is passed over.
-MOSAIC = {8: ((5, 1, 3, 1), (4, 1, 4, 1), (4, 2, 3, 1), (2, 5, 3, 1), (1, 1, 3, 5), (2, 1, 3, 1)),
+MOSAIC = {8: ((5, 1, 3, 1), (5, 1, 2, 1), (4, 1, 4, 1), (1, 1, 2, 5), (4, 2, 3, 1), (2, 5, 3, 1), (1, 1, 3, 5), (2, 1, 3, 1), (1, 9, 4, 4),
+              (1, 9, 3, 4), (1, 11, 3, 5), (2, 1, 4, 2), (4, 1, 2, 1)),
           16: ((4, 1, 3, 1), (4, 2, 3, 1), (2, 1, 3, 1), (1, 1, 3, 4))}
-WGMMA = {32: ((5, 1, 1, 3, 4, 256), (2, 2, 1, 2, 4, 256), (1, 4, 1, 2, 2, 256), (1, 4, 2, 2, 2, 256)),
+WGMMA = {32: ((5, 1, 1, 3, 4, 256), (5, 1, 1, 3, 4, 128), (5, 1, 1, 2, 4, 256), (2, 2, 1, 2, 4, 256), (1, 4, 1, 2, 2, 256),
+              (1, 4, 2, 2, 2, 256), (1, 4, 2, 2, 2, 128), (1, 4, 3, 2, 2, 128), (4, 1, 9, 3, 4, 128)),
          64: ((3, 1, 1, 3, 8, 128), (1, 1, 1, 4, 2, 256), (1, 2, 1, 4, 4, 128), (1, 2, 2, 2, 2, 256), (1, 2, 2, 4, 2, 256),
-              (3, 1, 5, 2, 2, 256)),
+              (1, 2, 2, 3, 2, 256), (1, 2, 2, 4, 2, 128), (3, 1, 5, 2, 2, 256)),
          128: ((1, 2, 1, 2, 2, 128), (1, 2, 2, 2, 2, 128), (1, 1, 2, 4, 2, 256), (2, 1, 3, 4, 4, 128)),
          256: ((2, 1, 1, 4, 4, 64), (1, 1, 1, 4, 4, 64), (2, 1, 4, 4, 4, 64))}
 
 
-def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, MosaicConfig | WgmmaConfig]]:
-    """(table, tiles) that fit the device, first what the op takes by itself."""
-    if mosaic_refusal(spec, target) is None and spec.m in MOSAIC:
+def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, MosaicConfig | WgmmaConfig | None]]:
+    """(table, tiles) that fit the device, first what the op takes by itself. Around the crossings both sides, whichever the op takes."""
+    if spec.m <= MOST_MOSAIC_M:
         own = mosaic_config(spec, target)
-        tried = [own, *(dataclasses.replace(own, warpgroups=w, splits=p, stages=t, strips=s) for w, p, t, s in MOSAIC[spec.m])]
+        tried = [own, *(dataclasses.replace(own, warpgroups=w, splits=p, stages=t, strips=s) for w, p, t, s in MOSAIC.get(spec.m, ()))]
         for narrow in dict.fromkeys(tried):
             if mosaic_shared_bytes(spec, narrow) <= target.shared_memory_bytes and narrow.warpgroups * narrow.splits <= spec.num_tiles:
                 yield "MOSAIC_MEASURED", narrow
-    if wgmma_refusal(spec, target) is None:
+    if spec.m >= LEAST_WGMMA_M and target.compute_capability in WGMMA_CAPABILITIES:
         mine = wgmma_config(spec, target)
         more = [mine, *(dataclasses.replace(mine, strips=s, warpgroups=w, splits=p, stages=t, token_stages=x, place_k=k)
                         for s, w, p, t, x, k in WGMMA.get(spec.m, ()))]
@@ -80,13 +83,25 @@ def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, MosaicConfi
             fits = wide.strips * wide.warpgroups <= WGMMA_WARPGROUPS[wide.block_m] and wide.warpgroups * wide.splits <= spec.num_tiles
             if fits and wgmma_shared_bytes(spec, wide) <= target.shared_memory_bytes:
                 yield "WGMMA_MEASURED", wide
+    if spec.m >= LEAST_DEQUANTIZED_M:
+        yield "dequantize", None
 
 
-def tiles_of(config: MosaicConfig | WgmmaConfig) -> tuple[int, ...]:
+def tiles_of(config: MosaicConfig | WgmmaConfig | None) -> tuple[int, ...]:
     """As in config.py's tables."""
+    if config is None:
+        return ()
     if isinstance(config, MosaicConfig):
         return config.warpgroups, config.splits, config.stages, config.strips
     return config.strips, config.warpgroups, config.splits, config.stages, config.token_stages, config.place_k
+
+
+def function_of(table: str, spec: MatmulSpec, config: MosaicConfig | WgmmaConfig | None, target: Target) -> Callable[..., jax.Array]:
+    """The product with these tiles."""
+    if config is None:
+        return functools.partial(kernel_xla.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype, strip_tiles=xla_strip_tiles(spec, target))
+    kernel: Any = {"MOSAIC_MEASURED": kernel_mosaic, "WGMMA_MEASURED": kernel_wgmma}[table]
+    return functools.partial(kernel.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype, config=config, interpret=False)
 
 
 def try_all(shape: str, m: int, lock: str) -> list[dict[str, Any]]:
@@ -97,11 +112,9 @@ def try_all(shape: str, m: int, lock: str) -> list[dict[str, Any]]:
     expected = int4_matmul(*sets[0][:4], group_size=GROUP_SIZE, implementation="xla")
     lines: list[dict[str, Any]] = []
     for table, config in configs(spec, current_target()):
-        kernel: Any = kernel_mosaic if table == "MOSAIC_MEASURED" else kernel_wgmma
-        line = {"shape": shape, "m": m, "table": table, "key": [k, n, config.block_m], "tiles": list(tiles_of(config))}
+        line = {"shape": shape, "m": m, "table": table, "key": [k, n, m if config is None else config.block_m], "tiles": list(tiles_of(config))}
         try:
-            run = functools.partial(kernel.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype, config=config, interpret=False)
-            compiled = jax.jit(run).lower(*sets[0]).compile()
+            compiled = jax.jit(function_of(table, spec, config, current_target())).lower(*sets[0]).compile()
             with open(lock, "w") as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 lines.append(line | measure(compiled, sets, expected))
@@ -143,7 +156,7 @@ def main(_: list[str]) -> None:
             report.write(_NAME.value, {"rows": rows}, folder)
             if not lines:
                 continue
-            k, n, _ = lines[0]["key"]
+            k, n, *_ = lines[0]["key"]
             print(f"{time.monotonic() - begun:5.0f} s  {lines[0]['shape']} m {lines[0]['m']}, bytes floor "
                   f"{k * n * (0.5 + 4 / 128) / 4.19e12 * 1e6:.2f} us", flush=True)
             for line in lines:
