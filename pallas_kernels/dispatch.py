@@ -74,9 +74,14 @@ def supports_all(spec: Any, target: Target) -> Unsupported | None:
     return None
 
 
+def always_pays(spec: Any, target: Target) -> str | None:
+    """`Implementation.pays` of one that is the best of those that can."""
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation[Spec]:
-    """One row of an op's IMPLS table, which is ordered: the first that supports a case runs."""
+    """One row of an op's IMPLS table, which is ordered: the first that supports a case, and pays there, runs."""
 
     name: str
     """Name for `implementation=...` and for reports."""
@@ -86,6 +91,8 @@ class Implementation[Spec]:
     """None, or why this implementation cannot (or should not) do the case on the target."""
     run: Callable[..., Any]
     """The op itself: the op's array arguments, then `spec` and `target` by keyword."""
+    pays: Callable[[Spec, Target], str | None] = always_pays
+    """None, or why a later row does the case better. Asked where nobody forces a choice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +175,8 @@ def choose[Spec](op: str, impls: Sequence[Implementation[Spec]], spec: Spec, tar
         if forced is not None and impl.name != forced:
             continue
         refusal = impl.supports(spec, target)
+        if refusal is None and forced is None and (reason := impl.pays(spec, target)) is not None:
+            refusal = Unsupported(reason)
         if refusal is None:
             choice = Choice(op, impl.name, "asked for by name" if forced else impl.reason, tuple(rejected))
             logger.debug("%s for %s on %s", choice, spec, target)

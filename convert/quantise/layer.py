@@ -124,7 +124,8 @@ def _run(config: ModelConfig, layer: DecoderLayer, x: jax.Array) -> jax.Array:
     context = DenseContext(lengths=lengths, prompt_lens=lengths)
     positions = jnp.tile(jnp.arange(t, dtype=jnp.int32), s)
     angles = rotary_angles(config.rope, positions, context.token_prompt_lens(s * t), head_dim=config.head_dim, logn_len=config.logn_len)
-    return layer(x.reshape(s * t, d), angles, context)[0].reshape(s, t, d)
+    before, branch, _ = layer(x.reshape(s * t, d), None, angles, context)
+    return (before + branch).reshape(s, t, d)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "graph"))

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import pallas_kernels
+
 
 @jax.named_scope("rms_norm")
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float) -> jax.Array:
@@ -33,3 +35,9 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], eps=self.eps)
+
+    def of_sum(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(norm of x + residual, x + residual), each [T, D]: one pass where pallas_kernels.rms_norm has a kernel for it."""
+        found = pallas_kernels.rms_norm(x, self.weight[...], residual, eps=self.eps)
+        assert isinstance(found, tuple)
+        return found

@@ -16,7 +16,7 @@ from jaxinfer.quant import format_of
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). The last sum is left to the norm that follows, which adds while it reads."""
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: jnp.dtype):
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
@@ -29,11 +29,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = SwiGLU(config.dim, config.mlp_dim, dtype=dtype, quant=format_of(config.quantization, f"layers.{index}.mlp"))
         self.index = index
 
-    def __call__[C: AttentionContext](self, x: jax.Array, angles: RotaryAngles, context: C) -> tuple[jax.Array, C]:
-        """x [T, D] -> ([T, D], context)."""
-        attended, context = self.attention(self.index, self.attention_norm(x), angles, context)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), context
+    def __call__[C: AttentionContext](self, x: jax.Array, branch: jax.Array | None, angles: RotaryAngles,
+                                      context: C) -> tuple[jax.Array, jax.Array, C]:
+        """x [T, D], and what is to be added to it if anything is -> the same of this layer's output, and the context."""
+        normed, x = (self.attention_norm(x), x) if branch is None else self.attention_norm.of_sum(branch, x)
+        attended, context = self.attention(self.index, normed, angles, context)
+        normed, x = self.mlp_norm.of_sum(attended, x)
+        return x, self.mlp(normed), context
 
 
 class Decoder(nnx.Module):
@@ -66,11 +68,12 @@ class Decoder(nnx.Module):
         yield "embedding", x, context
         angles = rotary_angles(self.config.rope, positions, context.token_prompt_lens(token_ids.shape[0]),
                                head_dim=self.config.head_dim, logn_len=self.config.logn_len)
+        branch = None
         for layer in self.layers:
             with jax.named_scope(f"layer_{layer.index}"):
-                x, context = layer(x, angles, context)
-            yield f"layer {layer.index}", x, context
-        yield "final norm", self.final_norm(x), context
+                x, branch, context = layer(x, branch, angles, context)
+            yield f"layer {layer.index}", x + branch, context
+        yield "final norm", self.final_norm(x) if branch is None else self.final_norm.of_sum(branch, x)[0], context
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> float32 [R, V], padded vocabulary rows included."""

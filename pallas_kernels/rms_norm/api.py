@@ -11,12 +11,13 @@ from pallas_kernels.dispatch import (
     choose,
     current_target,
     implementation_scope,
+    lowered_once,
     supports_all,
     supports_unless,
     traced_once,
 )
 from pallas_kernels.rms_norm import kernel_xla, reference
-from pallas_kernels.rms_norm.config import NormSpec, mosaic_refusal, mosaic_vector
+from pallas_kernels.rms_norm.config import NormSpec, mosaic_loss, mosaic_refusal, mosaic_vector
 
 OP = "rms_norm"
 
@@ -93,6 +94,7 @@ def norm_spec(x: ArrayLike, weight: ArrayLike, residual: ArrayLike | None, *, ep
                     has_residual=residual is not None)
 
 
+@lowered_once
 def _run_mosaic(x: jax.Array, weight: jax.Array, residual: jax.Array | None = None, *, eps: float, spec: NormSpec,
                 target: Target) -> jax.Array | tuple[jax.Array, jax.Array]:
     from pallas_kernels.rms_norm import kernel_mosaic  # imported late: Pallas takes as long as jax to import
@@ -110,10 +112,9 @@ def _run_reference(x: jax.Array, weight: jax.Array, residual: jax.Array | None =
     return reference.rms_norm(x, weight, residual, eps=eps)
 
 
-# XLA first: it also fuses the norm with what stands around it. The kernel runs where it is asked for by name.
 IMPLS: tuple[Implementation[NormSpec], ...] = (
+    Implementation(name="mosaic", reason="sum and norm in one launch, sm_80 and sm_90", supports=supports_unless(mosaic_refusal),
+                   pays=mosaic_loss, run=_run_mosaic),
     Implementation(name="xla", reason="fused with its neighbours, any shape, CPU and GPU", supports=supports_all, run=_run_xla),
-    Implementation(name="mosaic", reason="one launch, one read of each row, sm_80 and sm_90",
-                   supports=supports_unless(mosaic_refusal), run=_run_mosaic),
     Implementation(name="reference", reason="the oracle: float32", supports=supports_all, run=_run_reference),
 )

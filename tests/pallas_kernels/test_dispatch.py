@@ -36,6 +36,13 @@ def test_forced_choice_never_falls_back() -> None:
         choose("op", IMPLS, 1, CPU, "slow")
 
 
+def test_a_row_that_does_not_pay_is_passed_over_unless_asked_for() -> None:
+    impls = (Implementation(name="wide", reason="", supports=needs_gpu, run=lambda: "wide", pays=lambda spec, target: "too small"), *IMPLS)
+    assert choose("op", impls, 1, H200, None)[0] == Choice("op", "fast", "runs on GPUs", (("wide", "too small"),))
+    assert choose("op", impls, 1, H200, "wide")[0].implementation == "wide"
+    assert choose("op", impls, 1, CPU, None)[0].rejected == (("wide", "needs a GPU, not cpu"), ("fast", "needs a GPU, not cpu"))
+
+
 def test_no_row_left_names_every_reason() -> None:
     with pytest.raises(Unsupported, match=r"no implementation supports 11 on cpu: fast: needs a GPU, not cpu; small: 11 is 10 or more"):
         choose("op", IMPLS, 11, CPU, None)

@@ -1,5 +1,6 @@
 """One suite for every implementation of rms_norm, against float64 numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -76,5 +77,9 @@ def test_contract_errors_name_both_shapes(changes: dict[str, jax.ShapeDtypeStruc
 def test_choice_is_known_without_running() -> None:
     spec = norm_spec(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 100), (100,))), None, eps=EPS)
     assert rms_norm_choice(spec, H200).implementation == rms_norm_choice(spec, CPU).implementation == "xla"
+    for num_tokens, has_residual, implementation in ((8, True, "mosaic"), (4096, True, "mosaic"), (8, False, "xla")):
+        facts = dataclasses.replace(spec, num_tokens=num_tokens, dim=3584, has_residual=has_residual)
+        assert rms_norm_choice(facts, H200).implementation == rms_norm_choice(facts, A100).implementation == implementation
+        assert rms_norm_choice(facts, H200, implementation="mosaic").implementation == "mosaic"  # a choice is not asked whether it pays
     with pytest.raises(Unsupported, match="needs a width that is a multiple of 128, not 100"):
         rms_norm_choice(spec, A100, implementation="mosaic")
