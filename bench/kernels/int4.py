@@ -37,9 +37,13 @@ def _items(settings: Settings, shape: str, m: int, k: int, n: int) -> Iterator[I
     goal = None if is_sm_80(settings) or (shape, m) not in GOALS else Goal(must=GOALS[shape, m][0], reach=GOALS[shape, m][1], unit="us")
     x, packed, scales, zeros = jax.eval_shape(lambda: make(0))
     spec = matmul_spec(x, packed, scales, zeros, None, group_size=GROUP_SIZE, bits=4, out_dtype=None)
-    for impl in supported(OP, name, IMPLS, spec, settings, ("reference",) if settings.tiny or m in (1, 64, 2048) else ("reference", "xla")):
+    far = [impl for impl, is_far in (("xla", m not in (1, 64, 2048)), ("wgmma", m < 16), ("mosaic", m > 256), ("dequantize", m < 256))
+           if is_far]
+    for impl in supported(OP, name, IMPLS, spec, settings, ("reference",) if settings.tiny else ("reference", *far)):
         yield impl if isinstance(impl, LeftOut) else base(implementation=impl, make=make, goal=None if impl == "xla" else goal,
                                                           function=functools.partial(_matmul, name=impl))
+    if is_sm_80(settings):  # peers take no architecture: their rows are those of the other run
+        return
     yield base(implementation="XLA int4", make=functools.partial(_native, make=make, k=k, n=n), function=_native_matmul, is_peer=True)
     yield base(implementation="XLA bfloat16", make=functools.partial(_dense, make=make), function=jnp.dot, is_peer=True)
     if not settings.tiny:

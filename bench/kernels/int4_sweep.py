@@ -30,7 +30,7 @@ from bench.kernels.int4 import SHAPES as ALL_SHAPES
 from bench.kernels.running import FAILURES, reason_of
 from pallas_kernels import int4_matmul
 from pallas_kernels.dispatch import Target, current_target
-from pallas_kernels.int4_matmul import kernel_mosaic, kernel_wgmma, kernel_xla
+from pallas_kernels.int4_matmul import kernel_dequantize, kernel_mosaic, kernel_wgmma
 from pallas_kernels.int4_matmul.api import matmul_spec
 from pallas_kernels.int4_matmul.config import (
     WGMMA_CAPABILITIES,
@@ -99,7 +99,8 @@ def tiles_of(config: MosaicConfig | WgmmaConfig | None) -> tuple[int, ...]:
 def function_of(table: str, spec: MatmulSpec, config: MosaicConfig | WgmmaConfig | None, target: Target) -> Callable[..., jax.Array]:
     """The product with these tiles."""
     if config is None:
-        return functools.partial(kernel_xla.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype, strip_tiles=xla_strip_tiles(spec, target))
+        return functools.partial(kernel_dequantize.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype,
+                                 strip_tiles=xla_strip_tiles(spec, target), interpret=False)
     kernel: Any = {"MOSAIC_MEASURED": kernel_mosaic, "WGMMA_MEASURED": kernel_wgmma}[table]
     return functools.partial(kernel.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype, config=config, interpret=False)
 

@@ -22,10 +22,12 @@ from pallas_kernels.dispatch import (
 from pallas_kernels.int4_matmul import kernel_xla, reference
 from pallas_kernels.int4_matmul.config import (
     MatmulSpec,
+    dequantize_loss,
     dequantize_refusal,
     mosaic_config,
     mosaic_refusal,
     wgmma_config,
+    wgmma_loss,
     wgmma_refusal,
     xla_strip_tiles,
 )
@@ -146,6 +148,16 @@ def _run_wgmma(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> j
                                     interpret=target.interpret)
 
 
+@lowered_once
+def _run_dequantize(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> jax.Array:
+    from pallas_kernels.int4_matmul import kernel_dequantize  # late, as above
+
+    x, packed, scales, zeros, bias = arrays
+    assert x is not None and packed is not None and scales is not None
+    return kernel_dequantize.int4_matmul(x, packed, scales, zeros, bias, bits=spec.bits, out_dtype=spec.out_dtype,
+                                         strip_tiles=xla_strip_tiles(spec, target), interpret=target.interpret)
+
+
 def _run_xla(x: jax.Array, packed: jax.Array, scales: jax.Array, zeros: jax.Array | None, bias: jax.Array | None, *, spec: MatmulSpec,
              target: Target) -> jax.Array:
     return kernel_xla.int4_matmul(x, packed, scales, zeros, bias, bits=spec.bits, out_dtype=spec.out_dtype,
@@ -158,9 +170,10 @@ def _run_reference(x: jax.Array, packed: jax.Array, scales: jax.Array, zeros: ja
 
 
 IMPLS: tuple[Implementation[MatmulSpec], ...] = (
-    Implementation(name="wgmma", reason="middle m by warpgroup mma, sm_90", supports=supports_unless(wgmma_refusal), run=_run_wgmma),
+    Implementation(name="wgmma", reason="middle m by warpgroup mma, sm_90", supports=supports_unless(wgmma_refusal),
+                   pays=wgmma_loss, run=_run_wgmma),
     Implementation(name="dequantize", reason="many tokens: weights dequantised whole, then XLA's dot",
-                   supports=supports_unless(dequantize_refusal), run=_run_xla),
+                   supports=supports_unless(dequantize_refusal), pays=dequantize_loss, run=_run_dequantize),
     Implementation(name="mosaic", reason="few tokens by mma, sm_80 and sm_90", supports=supports_unless(mosaic_refusal), run=_run_mosaic),
     Implementation(name="xla", reason="dequantised by strips, then XLA's dot; any shape, CPU and GPU", supports=supports_all, run=_run_xla),
     Implementation(name="reference", reason="the oracle: float32, the whole matrix", supports=supports_all, run=_run_reference),

@@ -112,10 +112,22 @@ WGMMA_WARPGROUPS = {32: 5, 64: 3, 128: 2, 256: 2}  # by block_m, as above
 WGMMA_MOST_SCALED = 128   # tokens of a block up to which products are scaled, and not weights
 WGMMA_WHOLE_PLACES = 32   # tokens of a block up to which a place in the ring of tokens holds a whole tile
 
-# Where a kernel hands over to the next. Estimates from tensor-core and memory rates: dequantising costs 2.5 k n bytes of traffic, after which
-# cuBLAS computes at some 700 TFLOP/s (an A100: 250) where the kernels reach some 450 (125).
+# Where a kernel hands over to the next. On an H200 measured by bench.kernels.int4_sweep, which tries both sides (us at 16, 256, 512 and 1024
+# tokens, in bench/results/sweep-int4-nvidia-h200.json): kernel_wgmma beats kernel_mosaic from 17 tokens on, since 16 fill mosaic's tiles (28.5
+# against 29.8 for 3584 x 37888), and 32 do not fit them as well (31.7 against more than 35). Dequantising costs a pass over the weights, which
+# many columns never earn back: kernel_wgmma multiplies by them at 690 TFLOP/s, as fast as cuBLAS. Crossings lie at 512 tokens for 3584 x 4608
+# and 3584 x 3584 (45 and 43 us), before 1024 for 18944 x 3584 (245 and 230), beyond 1024 for 3584 x 37888 (404 and 496): at 4096, by their
+# slopes. An A100's is an estimate from its rates.
 WGMMA_MIN_M = 17
-DEQUANTIZE_MIN_M = {(8, 0): 257, (9, 0): 513}
+WIDE_N, SMALL_CODES = 16384, 2**25
+
+
+def dequantize_min_m(spec: MatmulSpec, target: Target) -> int:
+    """Tokens from which dequantising is the quickest way."""
+    if target.compute_capability != (9, 0):
+        return 257
+    return 4096 if spec.n >= WIDE_N else 512 if spec.k * spec.n < SMALL_CODES else 1024
+
 
 # Where nothing is measured, kernel_mosaic's tiles are those of the least time by these figures, in cycles. A tile's instructions are counted
 # in the machine code for sm_90 at 8 tokens (296, a warp on each of a core's four schedulers); its latency is what a warpgroup alone takes,
@@ -157,11 +169,15 @@ WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] 
 
 
 def dequantize_refusal(spec: MatmulSpec, target: Target) -> str | None:
-    """Why dequantising before XLA's dot is not the way to do a call on a target, or None if it is."""
-    least = DEQUANTIZE_MIN_M.get(target.compute_capability or (0, 0), 1)
-    return _first(((target.platform != "gpu", f"needs a GPU, not {target.platform}"),
-                   (spec.x_dtype == "float32", "is for x in 16 bits, not float32"),
-                   (spec.m < least, f"pays from {least} tokens on, not for {spec.m}")))
+    """Why kernel_dequantize cannot do a call on a target, or None if it can."""
+    # Eight neighbouring values of k are written at a time, with one scale; their weights in x's dtype are 16 bytes.
+    return _first((*_kernel_reasons(spec, target, MOSAIC_CAPABILITIES), (spec.k % 8 > 0, f"needs k that is a multiple of 8, not {spec.k}")))
+
+
+def dequantize_loss(spec: MatmulSpec, target: Target) -> str | None:
+    """Why a later row does a call better than dequantising, or None if it does not."""
+    least = dequantize_min_m(spec, target)
+    return None if spec.m >= least else f"pays from {least} tokens on, not for {spec.m}"
 
 
 def xla_strip_tiles(spec: MatmulSpec, target: Target) -> int:
@@ -279,11 +295,15 @@ def mosaic_shared_bytes(spec: MatmulSpec, config: MosaicConfig) -> int:
     return config.strips * (config.warpgroups * config.stages * step + sums) + _parameter_bytes(spec, config) + SHARED_REST
 
 
+def wgmma_loss(spec: MatmulSpec, target: Target) -> str | None:
+    """Why another row does a call better than kernel_wgmma, or None if it does not."""
+    least, end = WGMMA_MIN_M, dequantize_min_m(spec, target)
+    return None if least <= spec.m < end else f"pays for {least} to {end - 1} tokens, not for {spec.m}"
+
+
 def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
-    """Why kernel_wgmma cannot, or should not, do a call on a target, or None if it can."""
-    most = DEQUANTIZE_MIN_M[9, 0] - 1
-    reason = _first((*_kernel_reasons(spec, target, WGMMA_CAPABILITIES),
-                     (not WGMMA_MIN_M <= spec.m <= most, f"is for {WGMMA_MIN_M} to {most} tokens, not {spec.m}")))
+    """Why kernel_wgmma cannot do a call on a target, or None if it can."""
+    reason = _first(_kernel_reasons(spec, target, WGMMA_CAPABILITIES))
     if reason is not None:
         return reason
     need = wgmma_shared_bytes(spec, wgmma_config(spec, target))

@@ -1,5 +1,8 @@
 """int4_matmul in jax.numpy for any device: weights dequantised strip by strip of columns, then XLA's dot. It validates nothing: api.py has."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,15 +22,33 @@ def int4_matmul(
     strip_tiles: int,
 ) -> jax.Array:                # [m, n]
     """See api.int4_matmul. Weights of `strip_tiles` tiles of 64 columns exist at a time, rounded once to x's dtype."""
-    k, n = x.shape[1], scales.shape[1]
-    strips = []
+    def weights(tiles: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+        return _weights(tiles, scales, zeros, k=x.shape[1], bits=bits).astype(x.dtype)
+
+    return by_strips(weights, x, packed, scales, zeros, bias, out_dtype=out_dtype, strip_tiles=strip_tiles)
+
+
+def by_strips(weights: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array], x: jax.Array, packed: jax.Array, scales: jax.Array,
+              zeros: jax.Array | None, bias: jax.Array | None, *, out_dtype: str, strip_tiles: int,
+              product_dtype: Any = jnp.float32) -> jax.Array:
+    """The product with weights that exist by strips of columns.
+
+    Args:
+      weights: from tiles of some columns, and their scales and zero points, to these columns as rows [n, k] in x's dtype.
+      x, packed, scales, zeros, bias: as in api.int4_matmul.
+      out_dtype: dtype of the output.
+      strip_tiles: tiles of 64 columns of a strip.
+      product_dtype: what the dot gives. A GPU's sums in float32 whatever it gives; asked for float32, XLA rounds in a pass of its own.
+    Returns:
+      [m, n] out_dtype.
+    """
+    n, strips = scales.shape[1], []
     for first in range(0, packed.shape[0], strip_tiles):
         tiles = packed[first:first + strip_tiles]
         columns = slice(first * layout.TILE_N, min((first + tiles.shape[0]) * layout.TILE_N, n))
-        weights = _weights(tiles, scales[:, columns], None if zeros is None else zeros[:, columns], k=k, bits=bits).astype(x.dtype)
         # Materialised: a dot that XLA fuses with the unpacking redoes it for every tile of tokens.
-        weights = lax.optimization_barrier(weights)
-        strips.append(lax.dot_general(x, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
+        strip = lax.optimization_barrier(weights(tiles, scales[:, columns], None if zeros is None else zeros[:, columns]))
+        strips.append(lax.dot_general(x, strip, (((1,), (1,)), ((), ())), preferred_element_type=product_dtype,
                                       precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None))
     out = strips[0] if len(strips) == 1 else jnp.concatenate(strips, axis=1)
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(out_dtype)

@@ -38,7 +38,7 @@ from pallas_kernels.int4_matmul.config import (
 )
 from tests.pallas_kernels.paged import A100, CPU, H200, INTERPRETED, ON_SM_80, REFUSED_HERE, TARGETS
 
-KERNELS = ("mosaic", "wgmma")
+KERNELS = ("dequantize", "mosaic", "wgmma")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def variants() -> list[object]:
     out = []
     for name, case in CASES.items():
         for impl in IMPLS:
-            target = TARGETS["interpreted" if impl.name in KERNELS else "gpu" if impl.name == "dequantize" else "cpu"]
+            target = TARGETS["interpreted" if impl.name in KERNELS else "cpu"]
             if (impl.name not in KERNELS or case.interpreted) and impl.supports(spec_of(case), target) is None:
                 out.append(pytest.param(case, impl, target, id=f"{name}-{impl.name}"))
     return out
