@@ -23,14 +23,14 @@ from convert.hf_reader import HFSource
 from convert.interruption import Interruption
 from convert.mapping import Entry, Plan, check_tied_copies, check_zero_biases, fill, make_plan
 from convert.progress import MemoryMeter, Progress
-from convert.quantized import fuse, matrix_params, module_of, packed_tensors, quantization_facts, read_formats
+from convert.quantized import check_head, fuse, matrix_params, module_of, packed_tensors, quantization_facts, read_formats, with_quantized_head
 from convert.source import DTYPES, Source
 from convert.writer import CheckpointWriter, check_output
 from jaxinfer.checkpoint import LAYOUT_VERSION, MANIFEST
 from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
-from jaxinfer.quant import QuantConfig
+from jaxinfer.quant import HEAD, QuantConfig
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +149,16 @@ def prepare(source: Source, name: str, dtype: str) -> Job:
     if model.architecture not in FAMILIES:
         raise UnsupportedModelError(f"{source.path} is a {model.architecture}; conversion knows {', '.join(FAMILIES)}")
     dtype = source.natural_dtype if dtype == "auto" else dtype
-    shapes = {path: spec.shape for path, spec in abstract_params(model, jnp.dtype(dtype)).items()}
+    quantized_head = scheme is not None and scheme.is_quantized(HEAD)
+    if quantized_head and model.tie_embeddings:
+        logger.info("%s: its embeddings are tied, but its vocabulary head is quantised: the checkpoint holds both", source.path)
+        model = model.untied()
+    shapes: Mapping[str, tuple[int, ...]] = {path: spec.shape for path, spec in abstract_params(model, jnp.dtype(dtype)).items()}
     entries = FAMILIES[model.architecture](model)
+    if scheme is not None:
+        check_head(source, scheme)
+    if quantized_head:
+        entries, shapes = with_quantized_head(entries, shapes)
     packed = {} if scheme is None else packed_tensors(scheme, entries, shapes, model.projections(), source.tensors)
     plan = make_plan(source, entries, shapes, architecture=model.architecture, tied=TIED if model.tie_embeddings else None, packed=packed)
     check_tied_copies(source, plan)
@@ -192,7 +200,9 @@ def _write(job: Job, output: Path, *, overwrite: bool, progress: bool, resume: b
         if not (writer.folder / "tokenizer_config.json").exists() and not (writer.folder / "tokenizer.json").exists():
             logger.warning("%s has no tokenizer files: the checkpoint will take token ids only", job.source.path)
         quantization = job.model.quantization
-        stated = {} if quantization is None else {"quantization_config": quantization.to_json()}
+        stated: dict[str, Any] = {} if quantization is None else {"quantization_config": quantization.to_json()}
+        if job.source.config.get("tie_word_embeddings") and not job.model.tie_embeddings:
+            stated["tie_word_embeddings"] = False
         writer.write_json("config.json", {**job.source.config, **stated})
         if job.source.generation_config is not None:
             writer.write_json("generation_config.json", job.source.generation_config)

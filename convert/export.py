@@ -26,7 +26,7 @@ from convert.formats import EXPORTS
 from convert.hf_reader import INDEX, SINGLE, TOKENIZER_FILES
 from convert.mapping import Entry, Part, row_blocks
 from convert.progress import MemoryMeter, Progress
-from convert.quantized import module_of
+from convert.quantized import module_of, with_quantized_head
 from convert.quantized_export import export_config, export_parts, export_specs
 from convert.safetensors_file import ITEM_BYTES, SafetensorsWriter
 from convert.source import read_json
@@ -34,6 +34,7 @@ from convert.staging import make_partial, partial_folder, publish, remove_tree, 
 from jaxinfer import cli
 from jaxinfer.checkpoint import read_manifest, read_param, verify_files
 from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from jaxinfer.quant import HEAD
 
 if TYPE_CHECKING:
     from jaxinfer.models.config import ModelConfig
@@ -174,7 +175,9 @@ def _plan(source: Path, manifest: dict[str, Any], config: dict[str, Any], target
     config = _stating_dtype({name: value for name, value in config.items() if name != "quantization_config"}, manifest["dtype"])
     if target != "hf":
         config["quantization_config"] = export_config(model, entries, target)
-    shapes = {name: spec.shape for name, spec in abstract_params(plain, dtype).items()}
+    shapes: Mapping[str, tuple[int, ...]] = {name: spec.shape for name, spec in abstract_params(plain, dtype).items()}
+    if model.quantization is not None and model.quantization.format_of(HEAD) is not None:
+        entries, shapes = with_quantized_head(entries, shapes)
     tensors = [tensor for entry in entries for tensor in _tensors(entry, shapes[entry.target], needed, config, manifest["dtype"], target)]
     return _Job(source=source, manifest=manifest, model=model, config=config, target=target, shapes=shapes, tensors=tensors)
 

@@ -28,8 +28,10 @@ CONFIG_KEYS = {
     "KV heads": ("num_key_value_heads",), "head dim": ("head_dim", "kv_channels"), "F": ("intermediate_size", "ffn_hidden_size"),
     "V": ("vocab_size",),
 }
-HEADS = ("lm_head.weight",)
-EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+HEADS = ("lm_head.weight", "lm_head.qweight", "lm_head.packed")
+"""A vocabulary head: plain, GPTQ's and our own quantised one."""
+EMBEDDINGS = {"model.embed_tokens.weight": 0, "transformer.wte.weight": 0, "embedding.weight": 0, "embedding.scales": 1}
+"""An embedding table, and along which axis its tokens lie."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,14 +251,16 @@ def find_unusual(facts: Facts) -> list[str]:
     sets = {tuple(sorted(map(str, ids))) for ids in facts.end_token_ids.values()}
     if len(sets) > 1:
         found.append("the declarations of end tokens differ: generation stops at any of them")
-    rows = next((facts.tensors[name][0][0] for name in (*EMBEDDINGS, "embedding.weight") if name in facts.tensors), None)
+    rows = next((facts.tensors[name][0][axis] for name, axis in EMBEDDINGS.items() if name in facts.tensors), None)
     if rows is not None and facts.num_tokens is not None and rows != facts.num_tokens:
         what = "padding that is never sampled" if rows > facts.num_tokens else "too few: some tokens cannot be embedded"
         found.append(f"the embedding has {rows} rows for {facts.num_tokens} tokens: {what}")
     if facts.tokenizer == "none":
         found.append("no tokenizer files: only token ids can be given")
-    if config.get("tie_word_embeddings") and any(name in facts.tensors for name in HEADS):
+    if config.get("tie_word_embeddings") and HEADS[0] in facts.tensors:
         found.append("tied embeddings, yet a head is stored: it must equal the embedding, and is dropped")
+    elif config.get("tie_word_embeddings") and any(name in facts.tensors for name in HEADS):
+        found.append("tied embeddings, yet a quantised head is stored: a conversion unties them and holds both")
     if config.get("auto_map"):
         found.append("the config names code of its own (auto_map): it is never run")
     return found

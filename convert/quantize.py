@@ -2,6 +2,7 @@
 
   python -m convert.quantize --model=DIR --output=DIR --method=awq|gptq|rtn --calibration=FILE.jsonl|FILE.txt
       [--bits=4 --group_size=128 --zero_point --num_samples=128 --max_len=512 --seed=0 --keep_int8=auto:N --eval_text=FILE --resume]
+      [--lm_head=none|int4|int8 --embedding=none|int4|int8]
 """
 
 import signal
@@ -16,6 +17,7 @@ from absl import app, flags
 from jaxinfer import cli
 
 GROUP_SIZES = ["32", "64", "128", "column"]
+TABLE_BITS = {"none": None, "int4": 4, "int8": 8}
 METHODS_OF = {"awq_scaling": ["awq"], "awq_rounding": ["awq"], "clip": ["awq"], "act_order": ["gptq"], "damping": ["awq", "gptq"]}
 """Flags that mean something to some methods only -> these."""
 
@@ -53,6 +55,10 @@ def _define_how(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("zero_point", True, "Give each group a zero point; --nozero_point is symmetric.", flag_values=values)
     flags.DEFINE_bool("symmetric", False, "Another spelling of --nozero_point.", flag_values=values)
     flags.DEFINE_string("keep_int8", "auto:0", "auto:N keeps the N linears of largest output error at 8 bits.", flag_values=values)
+    flags.DEFINE_enum("lm_head", "none", list(TABLE_BITS), "Quantise the vocabulary head too, in the same groups, by the method but "
+                      "without awq's scales. Where embeddings are tied, the head becomes a copy of its own.", flag_values=values)
+    flags.DEFINE_enum("embedding", "none", list(TABLE_BITS), "Quantise the embedding too, to nearest, and with it a head that is tied to it "
+                      "and has no --lm_head. No format of other libraries has this: such a model cannot be exported.", flag_values=values)
     flags.DEFINE_enum("awq_scaling", "auto", ["auto", "duo", "activation", "norms"], "awq: rules whose scales are searched. duo: "
                       "a^r / w^(1-r); activation: a^r; norms: ||x|| / ||w||; auto: duo and norms.", flag_values=values)
     flags.DEFINE_enum("awq_rounding", "feedback", ["feedback", "nearest"], "awq: round scaled weights with gptq's error feedback, or to "
@@ -82,7 +88,8 @@ def _run(values: flags.FlagValues) -> None:
     grid = GridSpec(bits=int(given["bits"]), group_size=group_size, symmetric=given["symmetric"] or not given["zero_point"])
     settings = QuantiseConfig(method=given["method"], grid=grid, awq_scaling=given["awq_scaling"],
                               awq_rounding=given["awq_rounding"], clip=given["clip"], damping=given["damping"],
-                              act_order=given["act_order"], num_int8=num_int8, compute_dtype=given["compute_dtype"])
+                              act_order=given["act_order"], num_int8=num_int8, compute_dtype=given["compute_dtype"],
+                              lm_head_bits=TABLE_BITS[given["lm_head"]], embedding_bits=TABLE_BITS[given["embedding"]])
     texts = Texts(calibration=paths["calibration"], num_samples=given["num_samples"], max_len=given["max_len"], seed=given["seed"],
                   evaluation=paths["eval_text"], num_eval_samples=given["num_eval_samples"])
     model, output = paths["model"], paths["output"]

@@ -18,15 +18,40 @@ from convert.mapping import Entry, Part
 from convert.source import Source
 from jaxinfer.errors import CheckpointError, UnsupportedModelError
 from jaxinfer.quant import FORMATS as WEIGHT_FORMATS
-from jaxinfer.quant import QuantConfig, QuantFormat
+from jaxinfer.quant import HEAD, QuantConfig, QuantFormat
 
 WEIGHT = ".weight"
+PACKED_NAMES = ("qweight", "weight_packed", "weight_scale")
+"""Last parts of tensors' names, in any of the formats, that tell a packed module."""
 SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 def module_of(name: str) -> str:
     """'layers.0.mlp.down.weight' -> 'layers.0.mlp.down'."""
     return name.removesuffix(WEIGHT)
+
+
+def with_quantized_head(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[Entry], dict[str, tuple[int, ...]]]:
+    """(table, shapes) of a model whose vocabulary head is quantised: no longer [V, D] as the embedding, but a matrix [D, V] as every linear.
+
+    Args:
+      entries: the family's table, of a model whose embeddings are not tied.
+      shapes: parameters of the unquantised model.
+    """
+    weight = f"{HEAD}{WEIGHT}"
+    vocab_size, dim = shapes[weight]
+    turned = [Entry(entry.target, tuple(Part(part.source, "transposed") for part in entry.parts)) if entry.target == weight else entry
+              for entry in entries]
+    return turned, {**shapes, weight: (dim, vocab_size)}
+
+
+def check_head(source: Source, scheme: Scheme) -> None:
+    """Raises UnsupportedModelError for a packed vocabulary head in a folder whose quantization_config does not say that it has one."""
+    found = next((name for suffix in PACKED_NAMES if (name := f"{HEAD}.{suffix}") in source.tensors), None)
+    if found is not None and not scheme.is_quantized(HEAD):
+        remedy = ("its quantization_config does not say lm_head = true: if the head was quantised, say it there" if scheme.name == "gptq" else
+                  f"a quantised vocabulary head is read in GPTQ's layout only, not in {scheme.name}: quantise the model again without it")
+        raise UnsupportedModelError(f"{source.path} holds {found}, but {remedy}")
 
 
 def packed_tensors(scheme: Scheme, entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], projections: Mapping[str, int],

@@ -1,6 +1,7 @@
 """Writes a quantised model as a converted checkpoint: another checkpoint's folder with some weights replaced. Quantises nothing itself."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from convert.writer import CheckpointWriter
 from jaxinfer.checkpoint import read_manifest, read_param, verify_files
 from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.models.registry import abstract_params, read_model_config
-from jaxinfer.quant import QuantConfig, QuantFormat
+from jaxinfer.quant import EMBEDDING, HEAD, QuantConfig, QuantFormat
 
 COPIED = (*TOKENIZER_FILES, "generation_config.json")
 
@@ -31,7 +32,8 @@ def write_quantized(base: str | Path, output: str | Path, items: Iterable[tuple[
       base: a converted, unquantised checkpoint: gives config, tokenizer, and every parameter that `items` do not give.
       output: the folder to make; it appears whole or not at all.
       items: each once, in any order, taken one at a time: a module such as layers.0.mlp.down with its matrix [K, n], n being the
-        module's output dimensions flattened in their order (qkv [K, G + 2, H], gate_up [2, F]); or a parameter such as
+        module's output dimensions flattened in their order (qkv [K, G + 2, H], gate_up [2, F]); embedding and lm_head with a matrix
+        [D, V], where lm_head unties a model with tied embeddings: the head is a copy beside the embedding; or a parameter such as
         layers.0.mlp_norm.weight with an array of its shape, cast to the checkpoint's dtype.
       method: awq, gptq or rtn, for the config.
       facts: what the manifest's `quantization` is to say beside the config: calibration data and its hash, seed, errors.
@@ -53,17 +55,20 @@ def write_quantized(base: str | Path, output: str | Path, items: Iterable[tuple[
         raise CheckpointError(f"{base} is quantised already: quantise the checkpoint that it was made from")
     verify_files(base, manifest)
     shapes = {name: tuple(spec["shape"]) for name, spec in manifest["tensors"].items()}
-    formats: dict[str, QuantFormat | None] = dict.fromkeys(_modules(config))
+    model = read_model_config(config).untied()
+    formats: dict[str, QuantFormat | None] = dict.fromkeys(model.quantizable())
+    table_shape = model.dim, model.vocab_size
     with CheckpointWriter(output, overwrite=overwrite) as writer:
         given = set[str]()
         for name, value in items:
             weight = f"{name}.weight" if isinstance(value, QuantizedMatrix) else name
-            if weight in given or weight not in shapes or isinstance(value, QuantizedMatrix) and name not in formats:
+            known = name in formats if isinstance(value, QuantizedMatrix) else name in shapes
+            if weight in given or not known:
                 raise CheckpointError(f"{name} is given twice, or is nothing of {base} that can be quantised or replaced: correct the caller")
             given.add(weight)
             if isinstance(value, QuantizedMatrix):
                 formats[name] = value.format
-                _submit(writer, matrix_params(name, value, out_shape=shapes[weight]))
+                _submit(writer, matrix_params(name, value, out_shape=table_shape if name in (HEAD, EMBEDDING) else shapes[weight]))
             else:
                 _submit(writer, {name: _replacement(name, value, shapes[name], DTYPES[manifest["dtype"]])})
         quantization = QuantConfig.of(method, formats)
@@ -73,21 +78,18 @@ def write_quantized(base: str | Path, output: str | Path, items: Iterable[tuple[
         for name in COPIED:
             if (base / name).is_file():
                 shutil.copyfile(base / name, writer.folder / name)
-        config = {**config, "quantization_config": quantization.to_json()}
+        config, num_params = {**config, "quantization_config": quantization.to_json()}, manifest["num_params"]
+        if formats[HEAD] is not None and config.get("tie_word_embeddings"):
+            config["tie_word_embeddings"] = False
+            num_params += math.prod(table_shape)
         _check_complete(config, manifest["dtype"], writer.done)
         writer.write_json("config.json", config)
         writer.commit({
             "jaxinfer_version": jaxinfer.__version__, "source": manifest["source"], "architecture": manifest["architecture"],
-            "dtype": manifest["dtype"], "num_params": manifest["num_params"],
+            "dtype": manifest["dtype"], "num_params": num_params,
             "quantization": {**json.loads(json.dumps(dict(facts))), **quantization_facts(quantization)},
             "end_token_ids": manifest["end_token_ids"], "verification": None})
     return output
-
-
-def _modules(config: Mapping[str, Any]) -> list[str]:
-    """Every projection of the model, quantised or not."""
-    model = read_model_config(config)
-    return [f"layers.{i}.{name}" for i in range(model.num_layers) for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")]
 
 
 def _submit(writer: CheckpointWriter, params: Mapping[str, np.ndarray]) -> None:

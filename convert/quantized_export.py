@@ -12,7 +12,7 @@ from convert.mapping import Entry, Part
 from convert.quantized import matrix_of, module_of
 from jaxinfer.checkpoint import read_param
 from jaxinfer.errors import CheckpointError, UnsupportedModelError
-from jaxinfer.quant import QuantFormat
+from jaxinfer.quant import EMBEDDING, HEAD, QuantFormat
 
 if TYPE_CHECKING:
     from jaxinfer.models.config import ModelConfig
@@ -29,22 +29,25 @@ def export_config(model: "ModelConfig", entries: Sequence[Entry], target: str) -
       target: a key of EXPORTS.
 
     Raises:
-      UnsupportedModelError: modules of several formats, or one that the target cannot express.
+      UnsupportedModelError: modules of several formats, or one that the target cannot express, such as a quantised head in awq.
     """
     quantization = model.quantization
     assert quantization is not None
+    if quantization.format_of(EMBEDDING) is not None:
+        raise UnsupportedModelError(f"the embedding is quantised, which --format={target} cannot express: quantise the model with "
+                                    "--embedding=none to export it")
     sources = {module_of(entry.target): [module_of(part.source) for part in entry.parts] for entry in entries}
     formats = {module: quantization.format_of(module) for module in model.projections()}
     found = [value for value in formats.values() if value is not None]
     kinds = sorted({(value.bits, value.group_size or -1) for value in found})
     if len(kinds) != 1:
         shown = ", ".join(f"{bits} bits by {'whole columns' if size == -1 else size}" for bits, size in kinds)
-        raise UnsupportedModelError(f"the layers are quantised in several ways ({shown}), which --format={target} cannot express: quantise "
-                                    "the model in one way (without --keep_int8) to export it")
+        raise UnsupportedModelError(f"the linears are quantised in several ways ({shown}), which --format={target} cannot express: quantise "
+                                    "the model in one way (without --keep_int8, and --lm_head=none or the same bits) to export it")
     common = QuantFormat(bits=found[0].bits, group_size=found[0].group_size, scales_dtype="float16",
                          zero_point=any(value.zero_point for value in found), permuted=any(value.permuted for value in found))
-    skipped = [name for module, value in formats.items() if value is None for name in sources[module]]
-    return EXPORTS[target].write_config(common, skipped=skipped)
+    skipped = [name for module, value in formats.items() if value is None and module != HEAD for name in sources[module]]
+    return EXPORTS[target].write_config(common, skipped=skipped, lm_head=quantization.format_of(HEAD) is not None)
 
 
 def export_specs(scheme: Scheme, part: Part, shape: tuple[int, ...], target: str) -> dict[str, TensorSpec]:

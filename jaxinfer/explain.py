@@ -1,7 +1,7 @@
 """What an engine would run with, and why: resolved settings, kernel table, buckets, memory plan. Loads no weights, compiles nothing.
 
   python -m jaxinfer.explain --model=DIR [--gpu=a100-40gb|a100-80gb|h100|h200]
-  python -m jaxinfer.explain --shape=Q --quantization=int4 --gpu=a100-80gb --max_model_len=8192
+  python -m jaxinfer.explain --shape=Q --quantization=int4 [--lm_head=int4 --embedding=int8] --gpu=a100-80gb --max_model_len=8192
 
 A .gguf file or a Hugging Face folder is converted first, into the folder that generate would use; later runs find it there.
 """
@@ -19,12 +19,13 @@ from jaxinfer import cli
 from jaxinfer.checkpoint import read_manifest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import GPUS, Hardware, attached, named_gpu
-from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, matmul_choices, resolve, running_dtype
+from jaxinfer.engine.matmuls import matmul_choices
+from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, resolve, running_dtype
 from jaxinfer.errors import ConfigError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
 from jaxinfer.models.shapes import SHAPES, quantized
-from jaxinfer.quant import FORMATS
+from jaxinfer.quant import EMBEDDING, FORMATS, HEAD, QuantConfig
 from jaxinfer.source import converted_checkpoint
 from jaxinfer.state import StepLayout
 
@@ -32,19 +33,25 @@ _CHOSEN = {"token_buckets": "Buckets", "batch_buckets": "Buckets", "attention_im
 """Settings that are left to the engine -> the block that shows what it chose."""
 
 
-def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None, quantization: str | None = None) -> ResolvedConfig:
+def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None, quantization: str | None = None,
+         lm_head: str | None = None, embedding: str | None = None) -> ResolvedConfig:
     """The resolved configuration of a checkpoint, or of a named shape in bfloat16 or quantised, on attached or absent hardware.
 
     Raises:
-      ConfigError: an unknown shape, a quantisation of what is no shape, or settings that contradict the model.
+      ConfigError: an unknown shape, a quantisation of what is no shape, a quantised head or embedding without quantised projections, or
+        settings that contradict the model.
       CheckpointError, CapacityError: as for LLM.
     """
     if quantization is not None and shape is None:
         raise ConfigError(f"quantization = {quantization!r}: only a shape can be planned quantised; a checkpoint says itself what it is.")
+    for name, value in (("lm_head", lm_head), ("embedding", embedding)):
+        if value is not None and quantization is None:
+            raise ConfigError(f"{name} = {value!r}: only a shape whose projections are quantised is planned so; give a quantization too.")
     if shape is not None:
         if shape not in SHAPES:
             raise ConfigError(f"shape = {shape!r}: must be one of {', '.join(SHAPES)}.")
-        model = SHAPES[shape] if quantization is None else quantized(SHAPES[shape], quantization)
+        model = SHAPES[shape] if quantization is None else quantized(SHAPES[shape], quantization, lm_head=lm_head,
+                                                                               embedding=embedding)
         dtype, valid = "bfloat16", model.vocab_size
     else:
         path = converted_checkpoint(config.model, dtype=config.dtype)
@@ -76,7 +83,7 @@ def _settings(r: ResolvedConfig) -> str:
     derived = {
         "model": f"{m.architecture}: {m.num_layers} layers, D {m.dim}, {m.num_heads}/{m.num_kv_heads} heads of {m.head_dim}, F {m.mlp_dim}, "
                  f"V {m.vocab_size} ({r.num_valid_tokens} can be sampled)",
-        "quantization": "none" if m.quantization is None else f"{m.quantization.method}: {m.quantization.weights}",
+        "quantization": "none" if m.quantization is None else f"{m.quantization.method}: {m.quantization.weights}{_named(m.quantization)}",
         "hardware": f"{f'{num} x ' if num > 1 else ''}{r.hardware.name}, {r.hardware.memory_bytes / 1e9:.1f} GB{each} to plan with",
         "dtype": str(r.dtype), "kv_dtype": str(r.kv_dtype), "max_model_len": r.max_model_len, "max_num_seqs": r.max_num_seqs,
         "max_num_batched_tokens": r.max_num_batched_tokens, "num_scheduler_steps": r.num_scheduler_steps, "page_size": r.page_size,
@@ -87,6 +94,11 @@ def _settings(r: ResolvedConfig) -> str:
     return "Settings\n" + "\n".join(f"  {name:26} {value}" for name, value in {**derived, **kept}.items())
 
 
+def _named(quantization: QuantConfig) -> str:
+    """Vocabulary head and embedding, where they are quantised."""
+    return "".join(f"; {module}: {found}" for module in (HEAD, EMBEDDING) if (found := quantization.format_of(module)) is not None)
+
+
 def _kernels(r: ResolvedConfig) -> str:
     lines: dict[str, list[str]] = {}
     for layout in r.layouts:
@@ -94,7 +106,7 @@ def _kernels(r: ResolvedConfig) -> str:
         lines.setdefault(f"{kind}: {attention_choice(r, layout)}", []).append(_name(layout))
     if r.model.quantization is not None:
         for layout in r.layouts:
-            for line in matmul_choices(r, layout):
+            for line in matmul_choices(r.model, layout, dtype=r.dtype, hardware=r.hardware):
                 lines.setdefault(line, []).append(_name(layout))
     return "Kernels\n" + "\n".join(f"  {line}\n      buckets {', '.join(names)}" for line, names in lines.items())
 
@@ -126,8 +138,9 @@ def _memory(r: ResolvedConfig) -> str:
 def _roofline(r: ResolvedConfig) -> str:
     if r.hardware.read_bytes_per_s is None:
         return f"Roofline\n  memory bandwidth is {r.hardware.bandwidth_source}"
-    embedding = 0 if r.part.tie_embeddings else r.part.vocab_size * r.part.dim * r.dtype.itemsize
-    read, kv = r.memory.weight_bytes - embedding, r.memory.page_bytes // r.page_size
+    embedding = sum(math.prod(x.shape) * x.dtype.itemsize for name, x in abstract_params(r.part, str(r.dtype)).items()
+                    if name.startswith(f"{EMBEDDING}."))
+    read, kv = r.memory.weight_bytes - (0 if r.part.tie_embeddings else embedding), r.memory.page_bytes // r.page_size
     lines = []
     for batch in (1, 8, 32, 128):
         if batch <= r.max_num_seqs:
@@ -149,6 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.DEFINE_enum("gpu", None, list(GPUS), "Plan for this GPU instead of the attached device.", flag_values=values, module_name="What")
     flags.DEFINE_enum("quantization", None, list(FORMATS), "Plan the named shape with its projections quantised so.", flag_values=values,
                       module_name="What")
+    flags.DEFINE_enum("lm_head", None, list(FORMATS), "Plan the named shape with a vocabulary head of its own, quantised so.",
+                      flag_values=values, module_name="What")
+    flags.DEFINE_enum("embedding", None, list(FORMATS), "Plan the named shape with its embedding quantised so, and a head that is tied to it.",
+                      flag_values=values, module_name="What")
     cli.define_engine_flags(values)
     return cli.run(lambda _: _run(values), values, argv, __doc__)
 
@@ -157,7 +174,8 @@ def _run(values: flags.FlagValues) -> None:
     config, shape, gpu = cli.engine_config(values), values["shape"].value, values["gpu"].value
     if bool(config.model) == (shape is not None):
         raise app.UsageError("give exactly one of --model and --shape.")
-    print(explain(plan(config, attached() if gpu is None else named_gpu(gpu), shape=shape, quantization=values["quantization"].value)))
+    print(explain(plan(config, attached() if gpu is None else named_gpu(gpu), shape=shape, quantization=values["quantization"].value,
+                       lm_head=values["lm_head"].value, embedding=values["embedding"].value)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ QUANT_METHOD = "jaxinfer"
 """`quant_method` of the quantization_config that a converted checkpoint's config.json has."""
 GROUP_SIZES = (32, 64, 128)
 """Inputs that share a scale; beside them the whole column."""
+HEAD, EMBEDDING = "lm_head", "embedding"
+"""Paths of the vocabulary head and the embedding table, which are quantised only where a config names them. Both are then held as a matrix
+[D, V] in groups along D, a token a column: the head multiplies by it, the embedding takes columns out of it, and one array serves as both
+where embeddings are tied. A head that is named has an array of its own: a model with a quantised lm_head is not tied."""
 type FormatOf = Callable[[str], QuantFormat | None]
 """The last part of a module's path -> its format; None is not quantised."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
@@ -66,7 +70,8 @@ class QuantFormat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """Which modules of a model are quantised, and how. Embedding and vocabulary head are not, unless an exception says so."""
+    """Which modules of a model are quantised, and how: every projection, unless an exception says otherwise; vocabulary head and embedding
+    only where an exception says how."""
 
     method: str
     """What made the weights: awq, gptq, rtn, compressed-tensors or random. Changes no arithmetic."""
@@ -76,8 +81,8 @@ class QuantConfig:
     """(module path, its own format; None is not quantised), sorted by path."""
 
     def format_of(self, module: str) -> QuantFormat | None:
-        """The format of a projection, by its path such as layers.3.mlp.down; None where its weight is not quantised."""
-        return dict(self.exceptions).get(module, self.weights)
+        """The format of a module, by its path such as layers.3.mlp.down or lm_head; None where its weight is not quantised."""
+        return dict(self.exceptions).get(module, None if module in (HEAD, EMBEDDING) else self.weights)
 
     def layouts(self) -> dict[str, str]:
         """Name of every format that occurs -> how its integers are packed; a checkpoint's manifest records it."""
@@ -91,7 +96,7 @@ class QuantConfig:
 
     @classmethod
     def of(cls, method: str, formats: Mapping[str, QuantFormat | None]) -> "QuantConfig":
-        """The config of a model whose every projection has the format given: the commonest one, and exceptions from it.
+        """The config of a model whose every module has the format given: the commonest one, and exceptions from it.
 
         Raises:
           ConfigError: none of the modules is quantised.
@@ -103,8 +108,9 @@ class QuantConfig:
         if not counts:
             raise ConfigError(f"none of {len(formats)} modules is quantised: write an unquantised checkpoint, or quantise at least one.")
         common = max(counts, key=lambda value: counts[value])
-        exceptions = tuple(sorted((module, value) for module, value in formats.items() if value != common))
-        return cls(method=method, weights=common, exceptions=exceptions)
+        bare = cls(method=method, weights=common)
+        exceptions = tuple(sorted((module, value) for module, value in formats.items() if value != bare.format_of(module)))
+        return dataclasses.replace(bare, exceptions=exceptions)
 
 
 def read_quant_config(value: Any) -> QuantConfig:

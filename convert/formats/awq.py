@@ -1,4 +1,5 @@
-"""AutoAWQ's gemm layout: 4 bits, eight columns of a row in a word. Other versions (gemv, gemv_fast, marlin, exllama) are refused.
+"""AutoAWQ's gemm layout: 4 bits, eight columns of a row in a word. Other versions (gemv, gemv_fast, marlin, exllama) are refused. AutoAWQ
+quantises the layers' linears only, never the vocabulary head.
 
     qweight [K, n / 8] int32     word w of row i holds q[i, 8 w + ORDER[s]] at bits [4 s, 4 s + 4)
     qzeros  [groups, n / 8]      zero points, packed the same way
@@ -14,7 +15,7 @@ import numpy as np
 
 from convert.formats.bits import pack_columns, unpack_columns
 from convert.formats.matrix import QuantizedMatrix
-from convert.formats.scheme import Scheme, Settings, TensorSpec, name_patterns
+from convert.formats.scheme import SKIPS_HEAD, Scheme, Settings, TensorSpec, name_patterns
 from jaxinfer.errors import UnsupportedModelError
 from jaxinfer.quant import QuantFormat
 
@@ -38,7 +39,8 @@ def read_config(value: Mapping[str, Any]) -> Scheme:
     zero_point = settings.required(("zero_point",), (bool,))
     skipped = name_patterns(settings.get(("modules_to_not_convert",), (list,)), "modules_to_not_convert", exact=False)
     settings.finish()
-    return Scheme(name="awq", bits=4, group_size=group_size, zero_point=zero_point, act_order=False, zero_offset=0, skipped=skipped)
+    return Scheme(name="awq", bits=4, group_size=group_size, zero_point=zero_point, act_order=False, zero_offset=0,
+                  skipped=(*skipped, SKIPS_HEAD))
 
 
 def tensors(scheme: Scheme, num_inputs: int, num_outputs: int) -> dict[str, TensorSpec]:
@@ -61,16 +63,20 @@ def pack(matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
     return {"qweight": pack_columns(matrix.q, 4, ORDER), "qzeros": pack_columns(zeros, 4, ORDER), "scales": matrix.scales}
 
 
-def write_config(weights: QuantFormat, *, skipped: list[str]) -> dict[str, Any]:
+def write_config(weights: QuantFormat, *, skipped: list[str], lm_head: bool) -> dict[str, Any]:
     """The quantization_config of an export.
 
     Args:
       weights: the format of every quantised matrix.
-      skipped: Hugging Face names of the linear modules that are not quantised.
+      skipped: Hugging Face names of the layers' linear modules that are not quantised.
+      lm_head: whether the vocabulary head is quantised.
 
     Raises:
-      UnsupportedModelError: a format that AutoAWQ's layout cannot express.
+      UnsupportedModelError: a format that AutoAWQ's layout cannot express, or a quantised head.
     """
+    if lm_head:
+        raise UnsupportedModelError("AutoAWQ knows no quantised lm_head, and this model has one: use --format=gptq, or quantise with "
+                                    "--lm_head=none")
     if weights.bits != 4 or weights.permuted:
         raise UnsupportedModelError(f"AutoAWQ's layout holds 4 bits and no act-order, these weights are {weights}: use --format=gptq")
     return {"quant_method": "awq", "bits": 4, "group_size": weights.group_size or -1, "zero_point": True, "version": "gemm",

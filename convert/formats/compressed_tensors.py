@@ -18,7 +18,7 @@ import numpy as np
 from convert.formats.bits import unpack_columns, unpack_rows
 from convert.formats.gptq import input_order
 from convert.formats.matrix import QuantizedMatrix
-from convert.formats.scheme import Scheme, Settings, TensorSpec, name_patterns
+from convert.formats.scheme import SKIPS_HEAD, Scheme, Settings, TensorSpec, name_patterns
 from jaxinfer.errors import CheckpointError, UnsupportedModelError
 
 IGNORED = frozenset({"quant_method", "version", "global_compression_ratio"})
@@ -69,7 +69,7 @@ def _read_group(value: Any, layout: str, skipped: tuple[Any, ...], what: str) ->
     weights.finish()
     return Scheme(name="compressed-tensors" if layout == PACKED else "compressed-tensors-int8", bits=bits,
                   group_size=size if strategy == "group" else None, zero_point=not symmetric, act_order=act_order, zero_offset=0,
-                  skipped=(*skipped, *name_patterns(["lm_head"], "ignore", exact=True)))
+                  skipped=(*skipped, SKIPS_HEAD))
 
 
 def tensors(scheme: Scheme, num_inputs: int, num_outputs: int) -> dict[str, TensorSpec]:

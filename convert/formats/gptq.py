@@ -5,7 +5,8 @@
     scales  [groups, n] float16
     g_idx   [K] int32                       the group of each input; i // group_size unless desc_act, and may then be absent
 
-With desc_act the inputs of a group lie anywhere: they are brought together here, and `perm` says where each came from.
+With desc_act the inputs of a group lie anywhere: they are brought together here, and `perm` says where each came from. With lm_head the
+vocabulary head is stored so too, in the same bits and groups.
 Source: qlinear_cuda_old.py and qlinear_cuda.py of AutoGPTQ 0.7.1; the v2 layout is GPTQModel's.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from convert.formats.bits import pack_columns, pack_rows, unpack_columns, unpack_rows
 from convert.formats.matrix import QuantizedMatrix
-from convert.formats.scheme import Scheme, Settings, TensorSpec
+from convert.formats.scheme import SKIPS_HEAD, Scheme, Settings, TensorSpec
 from jaxinfer.errors import CheckpointError, UnsupportedModelError
 from jaxinfer.quant import QuantFormat
 
@@ -46,13 +47,13 @@ def read_config(value: Mapping[str, Any]) -> Scheme:
         raise settings.unsupported("checkpoint_format", f"only {' and '.join(map(repr, VERSIONS))} are read; save the model again as one of "
                                    "them")
     settings.fixed("is_marlin_format", False)
-    settings.fixed("lm_head", False)
+    lm_head = settings.get(("lm_head",), (bool,), False)
     settings.fixed("dynamic", {})
     settings.fixed("modules_in_block_to_quantize")
     settings.fixed("pack_dtype", "int32")
     settings.finish()
     return Scheme(name="gptq", bits=bits, group_size=group_size, zero_point=not symmetric, act_order=act_order,
-                  zero_offset=VERSIONS[version], skipped=())
+                  zero_offset=VERSIONS[version], skipped=() if lm_head else (SKIPS_HEAD,))
 
 
 def tensors(scheme: Scheme, num_inputs: int, num_outputs: int) -> dict[str, TensorSpec]:
@@ -114,12 +115,13 @@ def pack(matrix: QuantizedMatrix, *, version: str) -> dict[str, np.ndarray]:
     return {"qweight": pack_rows(q, bits), "qzeros": pack_columns(stored, bits), "scales": matrix.scales, "g_idx": groups}
 
 
-def write_config(weights: QuantFormat, *, skipped: list[str], version: str) -> dict[str, Any]:
+def write_config(weights: QuantFormat, *, skipped: list[str], lm_head: bool, version: str) -> dict[str, Any]:
     """The quantization_config of an export.
 
     Args:
       weights: the format of every quantised matrix.
-      skipped: Hugging Face names of the linear modules that are not quantised.
+      skipped: Hugging Face names of the layers' linear modules that are not quantised.
+      lm_head: whether the vocabulary head is quantised.
       version: a key of VERSIONS.
 
     Raises:
@@ -129,4 +131,5 @@ def write_config(weights: QuantFormat, *, skipped: list[str], version: str) -> d
         raise UnsupportedModelError(f"AutoGPTQ's layout has no list of unquantised modules, and {skipped[0]} is one of {len(skipped)}: use "
                                     "--format=awq, or quantise every layer")
     return {"quant_method": "gptq", "bits": weights.bits, "group_size": weights.group_size or -1, "desc_act": weights.permuted,
-            "sym": not weights.zero_point, "checkpoint_format": version, "true_sequential": True, "static_groups": False}
+            "sym": not weights.zero_point, "checkpoint_format": version, "true_sequential": True, "static_groups": False,
+            **({"lm_head": True} if lm_head else {})}

@@ -34,7 +34,7 @@ class Scheme:
     zero_offset: int
     """Added to stored zero points, modulo 2**bits: 1 in GPTQ's v1 layout."""
     skipped: tuple[re.Pattern[str], ...]
-    """Modules whose name one of these finds are not quantised."""
+    """Modules whose name one of these finds are not quantised. SKIPS_HEAD is among them where the vocabulary head is not."""
 
     def __str__(self) -> str:
         group = "whole columns" if self.group_size is None else f"groups of {self.group_size}"
@@ -48,6 +48,9 @@ class Scheme:
     def num_groups(self, num_inputs: int) -> int:
         """Groups of a matrix with K inputs; rounded up, so that a wrong group size shows in shapes and not as an exception."""
         return 1 if self.group_size is None else -(-num_inputs // self.group_size)
+
+
+SKIPS_HEAD = re.compile(r"^lm_head$")
 
 
 class Settings:

@@ -147,7 +147,7 @@ def observe(x: jax.Array, params: Params, statistics: dict[str, InputStatistics]
     for name, recorder in recorders.items():
         assert recorder.seen is not None, f"{name} was not called"
         old, magnitude = statistics[name], jnp.sum(jnp.abs(recorder.seen.astype(jnp.float32)), axis=0)
-        updated[name] = dataclasses.replace(old, gram=_add_gram(old.gram, recorder.seen), magnitude=old.magnitude + magnitude)
+        updated[name] = dataclasses.replace(old, gram=add_gram(old.gram, recorder.seen), magnitude=old.magnitude + magnitude)
     return out, updated
 
 
@@ -200,7 +200,7 @@ def _at(layer: DecoderLayer, name: str) -> Callable[[jax.Array], jax.Array]:
     return getattr(getattr(layer, parent), leaf)
 
 
-def _add_gram(gram: jax.Array, x: jax.Array) -> jax.Array:
+def add_gram(gram: jax.Array, x: jax.Array) -> jax.Array:
     """Adds x^T x in the panels on and right of the diagonal, summed in float32; x [tokens, k].
 
     The largest tokens are summed apart: the first token of a text has activations thousands of times the others' in some layers, and
@@ -220,9 +220,14 @@ def _add_gram(gram: jax.Array, x: jax.Array) -> jax.Array:
 
 @jax.jit
 def mirrored(statistics: InputStatistics) -> InputStatistics:
-    """With the whole Gram matrix: the upper triangle, and its mirror image below."""
-    upper = jnp.triu(statistics.gram)
-    return dataclasses.replace(statistics, gram=upper + jnp.triu(statistics.gram, 1).T)
+    """With the whole Gram matrix."""
+    return dataclasses.replace(statistics, gram=mirror(statistics.gram))
+
+
+@jax.jit
+def mirror(gram: jax.Array) -> jax.Array:
+    """The whole of a Gram matrix that `add_gram` made: the upper triangle, and its mirror image below."""
+    return jnp.triu(gram) + jnp.triu(gram, 1).T
 
 
 def on_device(params: Mapping[str, Any], dtype: str) -> Params:

@@ -4,6 +4,7 @@ import dataclasses
 
 from convert.progress import anonymous_bytes
 from convert.quantise.layer import batch_rows, input_widths, output_widths
+from convert.quantise.vocabulary import STRIP
 from jaxinfer.errors import CapacityError
 from jaxinfer.models.config import ModelConfig
 
@@ -13,7 +14,7 @@ RUNTIME_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by what holds them; the last two never stand at once."""
+    """Bytes by what holds them; the last three never stand at once."""
 
     runtime: int
     """What the process holds already, and what compiling adds."""
@@ -28,25 +29,28 @@ class MemoryPlan:
     search: int
     """Copies of the widest weight and of its Gram matrix in a search."""
     evaluation: int
-    """Embedding or vocabulary head in float32, and a window's logits, for perplexity."""
+    """Embedding or vocabulary head in float32, rounded tables' codes, and a window's logits, for perplexity."""
+    vocabulary: int
+    """Vocabulary head or embedding as stored, their codes, one's twice, and what rounding a strip takes."""
 
     @property
     def peak(self) -> int:
         """The most at one time."""
         return self.runtime + self.windows + max(self.layer + self.grams + max(self.batch, self.search), self.layer + self.batch,
-                                                 self.evaluation)
+                                                 self.evaluation, self.vocabulary)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{field.name} {getattr(self, field.name) / 1e6:.0f}" for field in dataclasses.fields(self))
         return f"peak {self.peak / 1e9:.2f} GB at most ({parts} MB)"
 
 
-def plan_memory(config: ModelConfig, *, method: str, num_samples: int, max_len: int) -> MemoryPlan:
+def plan_memory(config: ModelConfig, *, method: str, num_tables: int, num_samples: int, max_len: int) -> MemoryPlan:
     """The plan for calibrating a model with S windows of T tokens.
 
     Args:
       config: the model.
       method: a key of METHODS; gptq and awq factor Gram matrices, in float64 where they must, and awq rescales them first.
+      num_tables: how many of vocabulary head and embedding are quantised too.
       num_samples: S, the larger of calibration's and evaluation's.
       max_len: T.
     """
@@ -57,12 +61,15 @@ def plan_memory(config: ModelConfig, *, method: str, num_samples: int, max_len: 
     widest = max(inputs[name] * outputs[name] for name in inputs)
     largest_gram = max(inputs.values())**2
     activations = tokens * (8 * config.dim + 3 * outputs["attention.qkv"] + 3 * outputs["mlp.gate_up"])
+    table, factors = config.vocab_size * config.dim, {"awq": 52, "gptq": 48, "rtn": 16}[method]
     scores = 3 * rows * config.num_heads * max_len**2
     return MemoryPlan(
         runtime=RUNTIME_BYTES + (anonymous_bytes() or 0), windows=4 * num_samples * max_len * config.dim, layer=12 * weights,
         batch=4 * (activations + scores), grams=4 * sum(k * k for k in inputs.values()),
-        search=24 * widest + {"awq": 52, "gptq": 48, "rtn": 16}[method] * largest_gram,
-        evaluation=8 * config.vocab_size * config.dim + 16 * max_len * config.vocab_size)
+        search=24 * widest + factors * largest_gram,
+        evaluation=(8 + num_tables) * table + 16 * max_len * config.vocab_size,
+        vocabulary=0 if num_tables == 0 else (
+            (5 + num_tables) * table + 24 * min(STRIP, config.vocab_size) * config.dim + factors * config.dim**2))
 
 
 def require_memory(plan: MemoryPlan, available: int | None) -> None:

@@ -46,7 +46,12 @@ class QuantiseConfig:
     compute_dtype: str = "float32"
     """float32 or bfloat16: of the activations as they go through the layers. Sums, Gram matrices and searches are float32 always."""
     num_int8: int = 0
-    """Linears of largest measured output error that are kept at 8 bits."""
+    """Linears of largest measured output error that are kept at 8 bits; vocabulary head and embedding are none of them."""
+    lm_head_bits: int | None = None
+    """Bits of the vocabulary head, 4 or 8, in the grid's groups; a head that is tied to the embedding becomes a copy of its own. None leaves
+    it as it is."""
+    embedding_bits: int | None = None
+    """Bits of the embedding, and so of a head that stays tied to it; None leaves it as it is."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -61,6 +66,9 @@ class QuantiseConfig:
             raise ConfigError(f"damping = {self.damping}: must be above 0 and below 100.")
         if self.num_int8 < 0:
             raise ConfigError(f"keep_int8 = auto:{self.num_int8}: must be at least 0.")
+        for name in ("lm_head_bits", "embedding_bits"):
+            if getattr(self, name) not in (None, 4, 8):
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: must be 4, 8 or None.")
 
     @property
     def used_damping(self) -> float:
@@ -147,6 +155,24 @@ METHODS: dict[str, Callable[..., tuple[Params, folding.Scales, dict[str, Rounded
     "awq": _awq, "gptq": _gptq, "rtn": _round_nearest}
 """Name -> (layer's name, params, statistics, settings, model, dtype of what stays unquantised) -> (params with scales folded in, the
 scales, rounded linears, facts)."""
+
+
+def round_alone(name: str, w: jax.Array, gram: jax.Array, settings: QuantiseConfig, spec: GridSpec) -> Rounded:
+    """One matrix by the settings' method, without scales that something else would have to take back.
+
+    Args:
+      name: the linear, for errors.
+      w: float32 [k, n].
+      gram: of its inputs, float32 [k, k], mirrored.
+      settings: method, damping, clipping.
+      spec: the grid.
+    """
+    if settings.method == "rtn":
+        return round_nearest(w, spec=spec)
+    if settings.method == "awq" and settings.awq_rounding == "nearest":
+        return round_shrunk(w, awq.search_clip(w, gram, spec=spec) if settings.clip else jnp.float32(1.0), spec=spec)
+    clip = settings.method == "awq" and settings.clip
+    return gptq(name, w, gram, spec=spec, damping=settings.used_damping, act_order=settings.act_order, clip=clip)[0]
 
 
 def quantise_layer(layer: str, params: Params, statistics: Mapping[str, InputStatistics], settings: QuantiseConfig, config: ModelConfig,

@@ -10,31 +10,33 @@ from convert.quantise.layer import FloatModel, Params, batch_rows, forward, laye
 from jaxinfer.errors import NonFiniteError
 
 
-def layerwise_perplexity(name: str, model: FloatModel, tokens: np.ndarray, layer_params: Callable[[int], Params], *, dtype: str) -> float:
+def layerwise_perplexity(name: str, model: FloatModel, tokens: np.ndarray, layer_params: Callable[[int], Params], *,
+                         embed: Callable[[np.ndarray], np.ndarray], head: np.ndarray, dtype: str) -> float:
     """exp of the mean negative log-likelihood of every token but each window's first; logits are float32.
 
     Args:
       name: of the model that the layers make, for the error.
-      model: gives the embedding, the final norm and the vocabulary head.
+      model: gives the final norm.
       tokens: [S, T] int32.
       layer_params: index -> the layer's parameters, of the dtype; called once a layer, in order.
+      embed: tokens [S, T] -> float32 [S, T, D].
+      head: the vocabulary head, [V, D] in any dtype.
       dtype: of the activations.
 
     Raises:
       NonFiniteError: the mean is not finite, or too large to be a perplexity.
     """
     config = model.config
-    x = model.embed(tokens)
+    x = embed(tokens)
     rows = batch_rows(tokens.shape[1])
     for index in range(config.num_layers):
         params, graph = layer_params(index), layer_graph(config, index)
         for start in range(0, len(x), rows):
             x[start:start + rows] = np.asarray(forward(jnp.asarray(x[start:start + rows], dtype), params, config=config, graph=graph))
-    head = jnp.asarray(model.read("embedding.weight" if config.tie_embeddings else "lm_head.weight"), jnp.float32)
-    norm = jnp.asarray(model.read("final_norm.weight"), jnp.float32)
+    norm, head_on_device = jnp.asarray(model.read("final_norm.weight"), jnp.float32), jnp.asarray(head, jnp.float32)
     total = 0.0
     for window, ids in zip(x, tokens, strict=True):
-        losses = token_losses(jnp.asarray(window[:-1]), norm, head, jnp.asarray(ids[1:]), eps=config.norm_eps)
+        losses = token_losses(jnp.asarray(window[:-1]), norm, head_on_device, jnp.asarray(ids[1:]), eps=config.norm_eps)
         total += float(np.asarray(losses, np.float64).sum())
     mean = total / (tokens.shape[0] * (tokens.shape[1] - 1))
     if not mean < math.log(np.finfo(np.float64).max):

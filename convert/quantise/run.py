@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,14 @@ from convert.quantise.layer import (
 from convert.quantise.methods import LayerResult, QuantiseConfig, flat, quantise_layer
 from convert.quantise.perplexity import layerwise_perplexity
 from convert.quantise.store import LayerStore
+from convert.quantise.vocabulary import Table, head_weight, quantise_embedding, quantise_head
 from convert.quantized_checkpoint import write_quantized
 from convert.source import DTYPES, read_json
 from convert.writer import check_output
 from jaxinfer.checkpoint import read_manifest
 from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.models.registry import read_model_config
-from jaxinfer.quant import check_groups
+from jaxinfer.quant import EMBEDDING, HEAD, check_groups
 from jaxinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -103,22 +104,26 @@ def quantise(model: str | Path, output: str | Path, *, settings: QuantiseConfig,
         raise ConfigError(f"max_len = {texts.max_len}: the model was made for {float_model.config.max_position_embeddings} positions, and what "
                           "it computes behind them is no guide to its weights: lower --max_len.")
     calibration, evaluation = _windows(float_model.path, settings, texts)
-    plan = memory.plan_memory(float_model.config, method=settings.method, max_len=texts.max_len, num_samples=max(
-        len(w.tokens) for w in (calibration, evaluation) if w is not None) if calibration or evaluation else 1)
+    num_samples = max((len(windows.tokens) for windows in (calibration, evaluation) if windows is not None), default=1)
+    num_tables = sum(bits is not None for bits in (settings.lm_head_bits, settings.embedding_bits))
+    plan = memory.plan_memory(float_model.config, method=settings.method, num_tables=num_tables, num_samples=num_samples,
+                              max_len=texts.max_len)
     logger.info("%s: %d layers, %s; memory: %s", float_model.path.name, float_model.config.num_layers, settings, plan)
     memory.require_memory(plan, memory.available_bytes())
     what = json.dumps([jaxinfer.__version__, float_model.manifest["params_files"], dataclasses.asdict(settings),
                        calibration and calibration.source, jax.devices()[0].device_kind])
     with MemoryMeter() as meter, Interruption() as interruption, LayerStore(output_path, what=what, resume=resume) as store:
-        quantise_layers(float_model, settings, calibration, store, interruption)
+        x = quantise_layers(float_model, settings, calibration, store, interruption)
         errors = {f"layers.{i}.{name}": error for i in range(store.next_layer) for name, error in store.layer(i).errors.items()}
         kept = tuple(sorted(errors, key=lambda name: -errors[name])[:settings.num_int8])
+        tables = _tables(float_model, settings, x)
+        errors |= {name: table.error for name, table in tables.items()}
         calibrated_s = time.monotonic() - start
-        perplexity = None if evaluation is None else _perplexities(float_model, evaluation, store, settings, kept)
+        perplexity = None if evaluation is None else _perplexities(float_model, evaluation, store, settings, kept, tables)
         facts = {"settings": dataclasses.asdict(settings), "calibration": calibration and calibration.source,
                  "evaluation": evaluation and evaluation.source, "kept_int8": list(kept), "perplexity": perplexity}
         interruption.check()
-        write_quantized(float_model.path, output_path, _items(float_model, store, settings, kept), method=settings.method, facts=facts,
+        write_quantized(float_model.path, output_path, _items(float_model, store, settings, kept, tables), method=settings.method, facts=facts,
                         overwrite=overwrite)
         store_facts = {f"layers.{i}": store.layer(i).facts for i in range(store.next_layer)}
         store.finish()
@@ -162,8 +167,8 @@ def _windows(path: Path, settings: QuantiseConfig, texts: Texts) -> tuple[TokenW
 
 
 def quantise_layers(model: FloatModel, settings: QuantiseConfig, calibration: TokenWindows | None, store: LayerStore,
-                    interruption: Interruption) -> None:
-    """Runs the windows through one layer after another and stores each layer's result."""
+                    interruption: Interruption) -> np.ndarray | None:
+    """Runs the windows through one layer after another and stores each layer's result. Returns the last layer's output [S, T, D]."""
     config, begun, first = model.config, time.monotonic(), store.next_layer
     x = store.inputs()
     if x is None and calibration is not None:
@@ -179,6 +184,21 @@ def quantise_layers(model: FloatModel, settings: QuantiseConfig, calibration: To
         left = passed / (index + 1 - first) * (config.num_layers - index - 1)
         logger.info("layer %d of %d: relative output error %s; %.0f s, %.0f s left", index + 1, config.num_layers,
                     ", ".join(f"{name.split('.')[1]} {error:.2e}" for name, error in result.errors.items()), passed, left)
+    return x
+
+
+def _tables(model: FloatModel, settings: QuantiseConfig, x: np.ndarray | None) -> dict[str, Table]:
+    """Vocabulary head and embedding, rounded, where they are to be; `x` is the last layer's output."""
+    begun, tables = time.monotonic(), dict[str, Table]()
+    if settings.lm_head_bits is not None:
+        tables[HEAD] = quantise_head(model, settings, x)
+        if model.config.tie_embeddings:
+            logger.info("%s: its embeddings are tied; the quantised head is a copy beside the embedding", model.path.name)
+    if settings.embedding_bits is not None:
+        tables[EMBEDDING] = quantise_embedding(model, settings)
+    for name, table in tables.items():
+        logger.info("%s at %d bits: relative error %.2e; %.0f s", name, table.matrix.bits, table.error, time.monotonic() - begun)
+    return tables
 
 
 def layer_statistics(model: FloatModel, index: int, params: Params, x: np.ndarray | None) -> dict[str, InputStatistics]:
@@ -211,8 +231,8 @@ def final_matrices(model: FloatModel, index: int, result: LayerResult, settings:
     return result.matrices | {name: round_nearest(flat(params[f"{name}.weight"]), spec=spec).matrix(spec) for name in chosen}
 
 
-def _perplexities(model: FloatModel, evaluation: TokenWindows, store: LayerStore, settings: QuantiseConfig,
-                  kept: tuple[str, ...]) -> dict[str, float]:
+def _perplexities(model: FloatModel, evaluation: TokenWindows, store: LayerStore, settings: QuantiseConfig, kept: tuple[str, ...],
+                  tables: Mapping[str, Table]) -> dict[str, float]:
     """Held-out perplexity of the model as it was and as it will be."""
     def quantised(index: int) -> Params:
         result = store.layer(index)
@@ -222,14 +242,18 @@ def _perplexities(model: FloatModel, evaluation: TokenWindows, store: LayerStore
         return on_device(stored | weights, dtype)
 
     dtype = settings.compute_dtype
-    before = layerwise_perplexity("the original", model, evaluation.tokens, lambda index: on_device(model.layer(index), dtype), dtype=dtype)
-    after = layerwise_perplexity("the quantised model", model, evaluation.tokens, quantised, dtype=dtype)
+    before = layerwise_perplexity("the original", model, evaluation.tokens, lambda index: on_device(model.layer(index), dtype),
+                                  embed=model.embed, head=head_weight(model), dtype=dtype)
+    head = tables.get(HEAD, tables.get(EMBEDDING) if model.config.tie_embeddings else None)
+    after = layerwise_perplexity("the quantised model", model, evaluation.tokens, quantised,
+                                 embed=tables[EMBEDDING].embed if EMBEDDING in tables else model.embed,
+                                 head=head_weight(model) if head is None else head.weight(), dtype=dtype)
     logger.info("held-out perplexity %.4f before, %.4f after (%+.2f %%)", before, after, 100 * (after / before - 1))
     return {"before": before, "after": after}
 
 
-def _items(model: FloatModel, store: LayerStore, settings: QuantiseConfig,
-           kept: tuple[str, ...]) -> Iterator[tuple[str, QuantizedMatrix | np.ndarray]]:
+def _items(model: FloatModel, store: LayerStore, settings: QuantiseConfig, kept: tuple[str, ...],
+           tables: Mapping[str, Table]) -> Iterator[tuple[str, QuantizedMatrix | np.ndarray]]:
     """What replaces the base checkpoint's parameters."""
     for index in range(store.next_layer):
         result = store.layer(index)
@@ -238,3 +262,5 @@ def _items(model: FloatModel, store: LayerStore, settings: QuantiseConfig,
         if result.scales:
             for path, value in result.others.items():
                 yield f"layers.{index}.{path}", value
+    for name, table in tables.items():
+        yield name, table.matrix

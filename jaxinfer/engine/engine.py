@@ -306,7 +306,7 @@ def resolve_for(model: LoadedModel, placement: Placement, tokenizer: Tokenizer |
                           f"device{'s' * (placement.size > 1)}, which is what an engine over live weights takes: leave the setting out.")
     config = dataclasses.replace(config, tensor_parallel_size=placement.size)
     weights = sum(map(device_nbytes, model.params.values()))
-    dtype = str(model.params["embedding.weight"].dtype)
+    dtype = str(model.params["final_norm.weight"].dtype)
     vocab = model.config.vocab_size
     device = hardware.attached(placement.devices[0])
     if device.platform == "cpu":  # its devices share the RAM

@@ -193,7 +193,7 @@ def _random_param(config: ModelConfig, name: str, key: jax.Array, like: jax.Shap
     if kind in ("packed", "zeros", "perm"):
         return _random_integers(key, salt, kind=kind, bits=_quantized(config, module).bits, like=like)
     if kind == "scales":
-        scale = math.sqrt(1.0 / config.projections()[module]) / _spread(_quantized(config, module))
+        scale = math.sqrt(1.0 / config.quantizable()[module]) / _spread(_quantized(config, module))
         return _uniform(key, salt, 0.0, scale, like=like)
     return _uniform(key, salt, _half_width(name, like.shape), float(name.endswith("norm.weight")), like=like)
 

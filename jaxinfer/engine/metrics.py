@@ -74,4 +74,4 @@ class EngineMetrics:
 
 def decode_read_bytes(params: dict, model: ModelConfig) -> int:
     """Bytes of weights that a decode step reads on each device: all but an untied input embedding, of which it takes single rows."""
-    return sum(device_nbytes(x) for path, x in params.items() if model.tie_embeddings or path != "embedding.weight")
+    return sum(device_nbytes(x) for path, x in params.items() if model.tie_embeddings or not path.startswith("embedding."))

@@ -51,7 +51,7 @@ class Placement:
         """The structure of each device's part of the model."""
         if self.mesh is None:
             return model.graphdef
-        return abstract_model(model.config.part(self.size), model.params["embedding.weight"].dtype)[0]
+        return abstract_model(model.config.part(self.size), model.params["final_norm.weight"].dtype)[0]
 
     @property
     def state(self) -> DeviceState:

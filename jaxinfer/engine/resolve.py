@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxinfer.config import CPU_MAX_NUM_SEQS, GPU_SCHEDULER_STEPS, EngineConfig
 from jaxinfer.engine.hardware import Hardware
+from jaxinfer.engine.matmuls import dequantised_bytes
 from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.models.config import ModelConfig
@@ -126,7 +127,8 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
     _check_buckets(engine, max_num_seqs, max_num_batched_tokens)
     layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size, _LEAST_DECODE_ROWS[hardware.platform])
     part = model.part(engine.tensor_parallel_size)
-    step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
+    step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + dequantised_bytes(part, layouts, dtype=dtype, hardware=hardware)
+    step_bytes += slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
     page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=part.num_kv_heads, page_size=page_size,
                                head_dim=model.head_dim, dtype_bytes=kv_dtype.itemsize)
     num_host_pages = _num_host_pages(engine, page_bytes)
@@ -175,27 +177,6 @@ def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
     except KernelError as error:
         raise ConfigError(f"attention_implementation = {resolved.engine.attention_implementation!r}: {error} In the engine's settings "
                           "'auto' lets it choose.") from error
-
-
-def matmul_choices(resolved: ResolvedConfig, layout: StepLayout) -> list[str]:
-    """What each kind of quantised projection runs on in a bucket, and why: 'mlp.down: ...'; kinds alike stand together."""
-    from pallas_kernels.int4_matmul.api import int4_matmul_choice
-    from pallas_kernels.int4_matmul.config import MatmulSpec
-
-    model, hardware, found = resolved.model, resolved.hardware, dict[str, list[str]]()
-    target = Target(platform=hardware.platform, compute_capability=hardware.compute_capability, device_kind=hardware.name)
-    biased = {"attention.qkv": model.qkv_bias, "attention.output": model.output_bias}
-    for module, k in model.projections().items():
-        quant, kind = None if model.quantization is None else model.quantization.format_of(module), module.split(".", 2)[2]
-        if quant is None:
-            continue
-        spec = MatmulSpec(m=layout.num_tokens, k=k, n=_widths(model)[kind], group_size=quant.group_size or k, bits=quant.bits,
-                          x_dtype=str(resolved.dtype), scale_dtype=quant.scales_dtype, zero_dtype="bfloat16" if quant.zero_point else None,
-                          has_bias=biased.get(kind, False), out_dtype=str(resolved.dtype))
-        names = found.setdefault(str(int4_matmul_choice(spec, target)), [])
-        if kind not in names:
-            names.append(kind)
-    return [f"{', '.join(names)}: {choice}" for choice, names in found.items()]
 
 
 def _check_buckets(engine: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -278,20 +259,7 @@ def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.d
         width = 5 * model.dim + 3 * model.mlp_dim + 2 * heads * model.head_dim
         return layout.num_tokens * width * dtype.itemsize + 3 * layout.num_rows * vocab_size * 4
 
-    return max(one(layout) for layout in layouts) + _dequantised_bytes(model, dtype)
-
-
-def _widths(model: ModelConfig) -> dict[str, int]:
-    """Outputs of each kind of projection."""
-    return {"attention.qkv": (model.num_heads + 2 * model.num_kv_heads) * model.head_dim, "attention.output": model.dim,
-            "mlp.gate_up": 2 * model.mlp_dim, "mlp.down": model.dim}
-
-
-def _dequantised_bytes(model: ModelConfig, dtype: np.dtype) -> int:
-    """The widest projection as a plain matrix, which steps of many tokens make of its integers for as long as they multiply with it."""
-    quantised = {} if model.quantization is None else {
-        module: k for module, k in model.projections().items() if model.quantization.format_of(module) is not None}
-    return max((k * _widths(model)[module.split(".", 2)[2]] * dtype.itemsize for module, k in quantised.items()), default=0)
+    return max(one(layout) for layout in layouts)
 
 
 def _num_host_pages(engine: EngineConfig, page_bytes: int) -> int:

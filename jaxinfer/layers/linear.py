@@ -111,6 +111,11 @@ class Linear(nnx.Module):
                 out = summed(matmul(x, self.weight[...]))
                 return out if bias is None else out + bias.astype(out.dtype)
             return matmul(x, self.weight[...], bias=bias)
-        weight = QuantTensor(packed=self.packed[...], scales=self.scales[...], zeros=self.zeros[...] if self.quant.zero_point else None,
-                             perm=self.perm[...] if self.quant.permuted else None, format=self.quant)
-        return weight.matmul(x, bias=None if bias is None else bias.reshape(-1), out_dtype=x.dtype).reshape(x.shape[0], *self.out_dims)
+        out = self.quantized_weight().matmul(x, bias=None if bias is None else bias.reshape(-1), out_dtype=x.dtype)
+        return out.reshape(x.shape[0], *self.out_dims)
+
+    def quantized_weight(self) -> QuantTensor:
+        """The weight of a linear that has a format, its outputs flat."""
+        assert self.quant is not None, "the weight is a plain array"
+        return QuantTensor(packed=self.packed[...], scales=self.scales[...], zeros=self.zeros[...] if self.quant.zero_point else None,
+                           perm=self.perm[...] if self.quant.permuted else None, format=self.quant)

@@ -1,4 +1,4 @@
-"""One quantised weight on the device, and the product with it. jaxinfer/quant.py says what the arrays mean; the arithmetic is the op's."""
+"""One quantised weight on the device: the product with it, and its columns. jaxinfer/quant.py says what the arrays mean."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.quant import FORMATS, QuantFormat
+from pallas_kernels.int4_matmul import layout
 from pallas_kernels.int4_matmul.api import int4_matmul
 
 
@@ -28,6 +29,21 @@ class QuantTensor:
         group_size = x.shape[1] // self.scales.shape[0]
         return int4_matmul(x, self.packed, self.scales, self.zeros, group_size=group_size, bits=self.format.bits, bias=bias,
                            out_dtype=out_dtype)
+
+    def columns(self, indices: jax.Array, *, num_inputs: int, dtype: jnp.dtype) -> jax.Array:
+        """Columns of the weight, of which alone anything is read: indices [T], at least one, -> [T, K], rounded once, to dtype.
+
+        An index outside [0, n) gives some column.
+        """
+        (groups, n), (count,) = self.scales.shape, indices.shape
+        indices = jnp.clip(jnp.pad(indices, (0, -count % layout.TILE_N)), 0, n - 1)
+        words = self.packed[indices // layout.TILE_N, :, indices % layout.TILE_N]  # [T', tiles of K, words]
+        tiles = jnp.swapaxes(words.reshape(-1, layout.TILE_N, *words.shape[1:]), 1, 2)  # as the packed layout has T' columns
+        scales = jnp.take(self.scales, indices, axis=1)
+        zeros = None if self.zeros is None else jnp.take(self.zeros, indices, axis=1)
+        wide = jnp.asarray(layout.dequantize(tiles, scales, zeros, group_size=num_inputs // groups, bits=self.format.bits))  # [K, T']
+        values = wide.T[:count].astype(dtype)
+        return values if self.perm is None else jnp.zeros_like(values).at[:, self.perm].set(values, unique_indices=True)
 
 
 def param_specs(quant_format: QuantFormat, *, num_inputs: int, num_outputs: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxinfer.errors import ConfigError, UnsupportedModelError
 from jaxinfer.layers.rotary import ROPE_KINDS, RopeConfig
-from jaxinfer.quant import QuantConfig, check_groups
+from jaxinfer.quant import EMBEDDING, HEAD, QuantConfig, check_groups
 
 __all__ = ["ConfigReader", "ModelConfig", "RopeConfig"]
 
@@ -56,7 +56,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     """For each layer the keys that a query sees, itself included; None is all before it."""
     quantization: QuantConfig | None = None
-    """Which projections hold packed integers, and how; None is none of them. A family's config does not say: see read_model_config."""
+    """Which modules hold packed integers, and how; None is none of them. A family's config does not say: see read_model_config."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "max_position_embeddings"):
@@ -70,13 +70,22 @@ class ModelConfig:
         _require(all(w is None or w >= 1 for w in self.sliding_windows), "sliding_windows", self.sliding_windows, "integers >= 1 or None")
         assert len(self.sliding_windows) == self.num_layers, (len(self.sliding_windows), self.num_layers)
         if self.quantization is not None:
-            check_quantization(self.quantization, self.projections())
+            check_quantization(self.quantization, self.quantizable())
 
     def projections(self) -> dict[str, int]:
-        """Every module that can be quantised -> K, its inputs."""
+        """Every linear -> K, its inputs. The vocabulary head, the last, is one where it is not the embedding."""
         inputs = {"attention.qkv": self.dim, "attention.output": self.num_heads * self.head_dim, "mlp.gate_up": self.dim,
                   "mlp.down": self.mlp_dim}
-        return {f"layers.{i}.{name}": k for i in range(self.num_layers) for name, k in inputs.items()}
+        head = {} if self.tie_embeddings else {HEAD: self.dim}
+        return {f"layers.{i}.{name}": k for i in range(self.num_layers) for name, k in inputs.items()} | head
+
+    def quantizable(self) -> dict[str, int]:
+        """Every module that can be quantised -> K: the linears and the embedding, whose groups lie along D."""
+        return {**self.projections(), EMBEDDING: self.dim}
+
+    def untied(self) -> "ModelConfig":
+        """The same model with a vocabulary head of its own, which can be quantised apart from the embedding."""
+        return dataclasses.replace(self, tie_embeddings=False)
 
     def part(self, tensor_parallel_size: int) -> "ModelConfig":
         """What one of so many devices computes of each layer; see jaxinfer/sharding.py.
@@ -102,23 +111,24 @@ class ModelConfig:
                                    vocab_size=self.vocab_size // n)
 
 
-def check_quantization(quantization: QuantConfig, projections: Mapping[str, int], *, tensor_parallel_size: int = 1) -> None:
+def check_quantization(quantization: QuantConfig, modules: Mapping[str, int], *, tensor_parallel_size: int = 1) -> None:
     """Refuses groups that a projection's inputs cannot be split into, and exceptions for modules that the model has not.
 
     Args:
       quantization: the config.
-      projections: module -> K, its inputs.
+      modules: module -> K, its inputs; of `ModelConfig.quantizable`.
       tensor_parallel_size: devices that share the inputs of the two projections that are split by them, output and down.
 
     Raises:
-      UnsupportedModelError: an exception for no projection of the model.
+      UnsupportedModelError: an exception for no module of the model, such as a head that is the embedding.
       ConfigError: groups that do not divide the inputs of a module, or of its share.
     """
-    unknown = [module for module, _ in quantization.exceptions if module not in projections]
+    unknown = [module for module, _ in quantization.exceptions if module not in modules]
     if unknown:
-        raise UnsupportedModelError(f"the quantisation names {', '.join(unknown[:5])}, which the model has not or cannot hold quantised: "
+        tied = " (its embeddings are tied: the head is the embedding)" if HEAD in unknown else ""
+        raise UnsupportedModelError(f"the quantisation names {', '.join(unknown[:5])}, which the model has not or cannot hold quantised{tied}: "
                                     "convert the model again.")
-    for module, num_inputs in projections.items():
+    for module, num_inputs in modules.items():
         if (found := quantization.format_of(module)) is not None:
             split = tensor_parallel_size if module.endswith((".output", ".down")) else 1
             check_groups(module, num_inputs, found.group_size, tensor_parallel_size=split)

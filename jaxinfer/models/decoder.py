@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.layers.attention import Attention, AttentionContext
-from jaxinfer.layers.embedding import Embedding
+from jaxinfer.layers.embedding import Embedding, QuantizedEmbedding
 from jaxinfer.layers.mlp import SwiGLU
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rotary import RotaryAngles, rotary_angles
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.quant import format_of
+from jaxinfer.quant import EMBEDDING, HEAD, format_of
 
 
 class DecoderLayer(nnx.Module):
@@ -43,10 +43,10 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.dim, dtype=dtype)
+        self.embedding = _table(config, EMBEDDING, dtype)
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in range(config.num_layers)])
         self.final_norm = RMSNorm(config.dim, eps=config.norm_eps, dtype=dtype)
-        self.lm_head = None if config.tie_embeddings else Embedding(config.vocab_size, config.dim, dtype=dtype)
+        self.lm_head = None if config.tie_embeddings else _table(config, HEAD, dtype)
 
     def __call__[C: AttentionContext](self, token_ids: jax.Array, positions: jax.Array, context: C) -> tuple[jax.Array, C]:
         """Runs the layers over a flat batch of tokens.
@@ -78,3 +78,11 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, D] -> float32 [R, V], padded vocabulary rows included."""
         return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
+
+
+def _table(config: ModelConfig, module: str, dtype: jnp.dtype) -> Embedding | QuantizedEmbedding:
+    """The embedding or the vocabulary head, plain or quantised."""
+    quant = None if config.quantization is None else config.quantization.format_of(module)
+    if quant is None:
+        return Embedding(config.vocab_size, config.dim, dtype=dtype)
+    return QuantizedEmbedding(config.vocab_size, config.dim, dtype=dtype, quant=quant)

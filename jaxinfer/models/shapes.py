@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxinfer.models import llama, qwen1, qwen2
 from jaxinfer.models.config import ModelConfig, RopeConfig
-from jaxinfer.quant import FORMATS, GROUP_SIZES, QuantConfig, QuantFormat
+from jaxinfer.quant import EMBEDDING, FORMATS, GROUP_SIZES, HEAD, QuantConfig, QuantFormat
 
 
 def _qwen2(*, vocab_size: int, num_layers: int, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, mlp_dim: int,
@@ -44,14 +44,19 @@ SHAPES: dict[str, ModelConfig] = {
 """Name -> config."""
 
 
-def quantized(config: ModelConfig, name: str) -> ModelConfig:
+def quantized(config: ModelConfig, name: str, *, lm_head: str | None = None, embedding: str | None = None) -> ModelConfig:
     """The model with every projection in the format of this name, with zero points and the widest groups that divide all inputs.
 
     Args:
       config: of an unquantised model.
       name: a key of jaxinfer.quant.FORMATS.
+      lm_head: that of the vocabulary head, which a model with tied embeddings then has beside its embedding; None leaves it as it is.
+      embedding: that of the embedding, and so of a head that is tied to it; None leaves it as it is.
     """
     fitting = [size for size in GROUP_SIZES if all(k % size == 0 for k in config.projections().values())]
     weights = QuantFormat(bits=FORMATS[name].bits, group_size=max(fitting, default=None), zero_point=True, permuted=False,
                           scales_dtype="float16")
-    return dataclasses.replace(config, quantization=QuantConfig(method="random", weights=weights))
+    named = {module: dataclasses.replace(weights, bits=FORMATS[format_name].bits)
+             for module, format_name in ((EMBEDDING, embedding), (HEAD, lm_head)) if format_name is not None}
+    quantization = QuantConfig(method="random", weights=weights, exceptions=tuple(named.items()))
+    return dataclasses.replace(config if lm_head is None else config.untied(), quantization=quantization)

@@ -93,7 +93,7 @@ def matrices(draw: st.DrawFn, bits: tuple[int, ...], permuted: bool, least_zero:
 def test_pack_then_unpack_gives_the_matrix_back(name: str, data: st.DataObject) -> None:
     made = data.draw(matrices(bits=(4,) if name == "awq" else (4, 8), permuted=name != "awq", least_zero=int(name == "gptq")))
     made.check("matrix")
-    scheme = EXPORTS[name].read_config(EXPORTS[name].write_config(made.format, skipped=[]))
+    scheme = EXPORTS[name].read_config(EXPORTS[name].write_config(made.format, skipped=[], lm_head=False))
     packed = EXPORTS[name].pack(made)
     assert_specs(scheme, packed, *made.q.shape)
     got = FORMATS[scheme.name].unpack(scheme, packed)
@@ -154,7 +154,8 @@ REFUSED: dict[str, Any] = {
     "bits = 3: 4 and 8 are read": changed("gptq", bits=3),
     "checkpoint_format = 'marlin': only 'gptq' and 'gptq_v2' are read": changed("gptq", checkpoint_format="marlin"),
     "is_marlin_format = True": changed("gptq", is_marlin_format=True),
-    "lm_head = True: only False is implemented": changed("gptq", lm_head=True),
+    "lm_head = 1: a value of type bool is needed": changed("gptq", lm_head=1),
+    r"\(awq\) has attributes that are not implemented: lm_head = True": changed("awq", lm_head=True),
     "dynamic = {'-:x': {}}": changed("gptq", dynamic={"-:x": {}}),
     "modules_in_block_to_quantize = .*only null is implemented": changed("gptq", modules_in_block_to_quantize=[["a"]]),
     "has no 'sym'": changed("gptq", sym=...),
@@ -244,6 +245,20 @@ def test_gptq_v1_cannot_hold_a_zero_point_of_0_and_reads_what_stands_there_as_0(
 def test_what_the_layouts_cannot_express() -> None:
     weights = QuantFormat(bits=4, group_size=32, zero_point=True, permuted=True, scales_dtype="float16")
     with pytest.raises(UnsupportedModelError, match="holds 4 bits and no act-order, these weights are int4, groups of 32.*use --format=gptq"):
-        EXPORTS["awq"].write_config(weights, skipped=[])
+        EXPORTS["awq"].write_config(weights, skipped=[], lm_head=False)
+    with pytest.raises(UnsupportedModelError, match="AutoAWQ knows no quantised lm_head, and this model has one: use --format=gptq, or"):
+        EXPORTS["awq"].write_config(weights, skipped=[], lm_head=True)
     with pytest.raises(UnsupportedModelError, match="no list of unquantised modules, and m.x is one of 1"):
-        EXPORTS["gptq"].write_config(weights, skipped=["m.x"])
+        EXPORTS["gptq"].write_config(weights, skipped=["m.x"], lm_head=False)
+
+
+def test_which_formats_have_a_quantised_head() -> None:
+    """Only GPTQ's, and only where its config says so."""
+    assert {name for name, config in CONFIGS.items() if scheme_of(config).is_quantized("lm_head")} == set()
+    assert scheme_of(changed("gptq", lm_head=True)).is_quantized("lm_head")
+    assert not scheme_of(changed("gptq", lm_head=False)).is_quantized("lm_head")
+    assert scheme_of(CONFIGS["gptq"]).is_quantized("model.layers.0.mlp.up_proj")
+    weights = QuantFormat(bits=4, group_size=32, zero_point=True, permuted=False, scales_dtype="float16")
+    for lm_head in (True, False):
+        written = EXPORTS["gptq"].write_config(weights, skipped=[], lm_head=lm_head)
+        assert EXPORTS["gptq"].read_config(written).is_quantized("lm_head") == lm_head

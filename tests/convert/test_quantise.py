@@ -13,7 +13,7 @@ from convert.converter import convert
 from convert.quantise import awq, folding
 from convert.quantise.gptq import _inverse_factor, gptq
 from convert.quantise.grid import GridSpec, Rounded, make_grid, relative_error, round_nearest, round_shrunk, values
-from convert.quantise.layer import InputStatistics, _add_gram, forward, layer_graph, mirrored, output_widths, sensitivities
+from convert.quantise.layer import InputStatistics, add_gram, forward, layer_graph, mirrored, output_widths, sensitivities
 from convert.quantise.methods import METHODS, QuantiseConfig, quantise_layer
 from convert.source import read_json
 from jaxinfer.engine.compiled import jit_logits
@@ -248,7 +248,7 @@ def test_a_huge_token_does_not_swamp_the_gram_matrix() -> None:
     x[0] = 3e4 * np.sign(x[0])
     exact = x.astype(np.float64).T @ x.astype(np.float64)
     zero = InputStatistics(gram=jnp.zeros((64, 64)), magnitude=jnp.zeros(64), sensitivity=jnp.ones(64))
-    found = np.asarray(mirrored(dataclasses.replace(zero, gram=_add_gram(zero.gram, jnp.asarray(x)))).gram, np.float64)
+    found = np.asarray(mirrored(dataclasses.replace(zero, gram=add_gram(zero.gram, jnp.asarray(x)))).gram, np.float64)
     plain = np.asarray(jnp.matmul(jnp.asarray(x).T, jnp.asarray(x), precision="highest"), np.float64)
     assert np.array_equal(found, found.T) and np.abs(found - exact).max() < 0.5 * np.abs(plain - exact).max()
 

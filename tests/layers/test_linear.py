@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.embedding import Embedding
+from jaxinfer.layers.embedding import Embedding, QuantizedEmbedding
 from jaxinfer.layers.linear import Linear, matmul, vocab_matmul
 from jaxinfer.layers.mlp import SwiGLU
+from jaxinfer.quant import FORMATS, QuantFormat
 
 
 def arrays(dtype, *shapes):
@@ -31,6 +32,54 @@ def test_vocab_matmul_stays_in_float32(rows):
     got = vocab_matmul(x, weight)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, rtol=1e-5, atol=1e-5)
+
+
+def quantized_table(quant, dim, vocab_size, dtype):
+    """(module, its weight [D, V] float32 from the definition)."""
+    rng, module = np.random.default_rng(0), QuantizedEmbedding(vocab_size, dim, dtype=dtype, quant=quant)
+    groups = 1 if quant.group_size is None else dim // quant.group_size
+    q, zeros = rng.integers(0, 2**quant.bits, (dim, vocab_size), dtype=np.uint8), rng.integers(0, 2**quant.bits, (groups, vocab_size))
+    scales, perm = rng.random((groups, vocab_size)).astype(np.float16), rng.permutation(dim).astype(np.int32)
+    values = {"packed": FORMATS[quant.name].pack(q), "scales": scales, "zeros": jnp.asarray(zeros, jnp.bfloat16), "perm": perm}
+    for name, value in values.items():
+        if hasattr(module, name):
+            setattr(module, name, getattr(module, name).replace(jnp.asarray(value)))
+    weight, rows = np.empty((dim, vocab_size), np.float32), dim // groups
+    middle = np.repeat(zeros, rows, 0) if quant.zero_point else 2**(quant.bits - 1)
+    weight[perm if quant.permuted else np.arange(dim)] = (q.astype(np.float32) - middle) * np.repeat(scales.astype(np.float32), rows, 0)
+    return module, weight
+
+
+TABLES = [QuantFormat(bits=4, group_size=32, zero_point=True, permuted=False, scales_dtype="float16"),
+          QuantFormat(bits=8, group_size=None, zero_point=False, permuted=True, scales_dtype="float16")]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("vocab_size", [50, 130])
+@pytest.mark.parametrize("quant", TABLES, ids=str)
+def test_a_quantised_head_stays_in_float32_and_pads_the_vocabulary(dtype, rows, vocab_size, quant):
+    """Against float64 with the dequantised weight, which the product rounds once to x's dtype; no tile of 64 tokens is full."""
+    head, weight = quantized_table(quant, 64, vocab_size, dtype)
+    x = arrays(dtype, (rows, 64))[0]
+    got = head.logits(x)
+    assert got.dtype == jnp.float32 and got.shape == (rows, vocab_size)
+    want = np.asarray(x, np.float64) @ np.asarray(jnp.asarray(weight, dtype), np.float64)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("dim", "vocab_size"), [(64, 50), (320, 130)])
+@pytest.mark.parametrize("quant", TABLES, ids=str)
+def test_a_quantised_embedding_looks_up_what_its_columns_are(dtype, dim, vocab_size, quant):
+    """Bit for bit the dequantised columns, rounded once; tokens repeat, fill more than one tile, and are the last ones too."""
+    table, weight = quantized_table(quant, dim, vocab_size, dtype)
+    ids = np.array([vocab_size - 1, 0, 7, 7, *np.random.default_rng(1).integers(0, vocab_size, 70)], np.int32)
+    for asked in (ids, ids[:1]):
+        got = jax.jit(type(table).__call__)(table, jnp.asarray(asked))
+        assert got.dtype == dtype and got.shape == (len(asked), dim)
+        np.testing.assert_array_equal(got, jnp.asarray(weight.T[asked]).astype(dtype))
+    assert np.isfinite(np.asarray(table(jnp.asarray([-1, vocab_size, 2**31 - 1], jnp.int32)), np.float32)).all()  # of padding: some row
 
 
 @pytest.mark.parametrize("product", [lambda x, w: matmul(x, w), lambda x, w: vocab_matmul(x, w.T)])

@@ -17,6 +17,7 @@ from convert.export import export
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import named_gpu
 from jaxinfer.engine.load import from_params, load, random_model, teacher_forced_logits
+from jaxinfer.engine.metrics import decode_read_bytes
 from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jaxinfer.explain import explain, plan
 from jaxinfer.layers.linear import Linear
@@ -86,8 +87,9 @@ def test_exported_and_read_again_it_is_the_same_model(golden, tmp_path, target):
 
 
 def test_every_dimension_has_a_logical_axis():
-    mixed = QuantConfig(method="x", weights=INT4, exceptions=(("layers.0.mlp.down", SYMMETRIC_COLUMN),))
-    specs = abstract_model(dataclasses.replace(TINY, quantization=mixed), "bfloat16")[1]
+    mixed = QuantConfig(method="x", weights=INT4, exceptions=(("embedding", SYMMETRIC_COLUMN), ("layers.0.mlp.down", SYMMETRIC_COLUMN),
+                                                              ("lm_head", INT4)))
+    specs = abstract_model(dataclasses.replace(TINY.untied(), quantization=mixed), "bfloat16")[1]
     assert all(len(spec.axes) == len(spec.shape) and set(spec.axes) <= {None, *LOGICAL_AXES} for spec in specs.values())
     assert specs["layers.1.mlp.down.scales"].axes == ("mlp", None) and specs["layers.0.mlp.down.scales"].axes == (None, None)
 
@@ -156,11 +158,12 @@ def test_integers_stand_where_the_name_of_the_layout_says(name):
 
 
 def test_random_weights_have_the_variance_of_plain_ones():
-    mixed = QuantConfig(method="random", weights=INT4, exceptions=(("layers.0.mlp.down", SYMMETRIC_COLUMN), ("layers.1.mlp.down", None)))
-    config = dataclasses.replace(SHAPES["tiny"], quantization=mixed)
+    mixed = QuantConfig(method="random", weights=INT4, exceptions=(("layers.0.mlp.down", SYMMETRIC_COLUMN), ("layers.1.mlp.down", None),
+                                                                   ("embedding", SYMMETRIC_COLUMN), ("lm_head", INT4)))
+    config = dataclasses.replace(SHAPES["tiny"].untied(), quantization=mixed)
     model, again = (random_model(config, dtype="float32", seed=0) for _ in range(2))
     assert all(np.array_equal(x, again.params[name]) for name, x in model.params.items())
-    for module, k in config.projections().items():
+    for module, k in config.quantizable().items():
         quant, values = config.quantization.format_of(module), {name: np.asarray(x) for name, x in model.params.items() if module in name}
         if quant is None:
             weight = values[f"{module}.weight"]
@@ -187,6 +190,73 @@ def test_memory_plans_count_packed_bytes(shape, name, gigabytes):
     assert "attention.qkv, attention.output, mlp.gate_up, mlp.down: int4_matmul: " in report
 
 
+@pytest.mark.parametrize(("shape", "name"), [("Q", "int4"), ("Q0.5", "int8")])
+@pytest.mark.parametrize("table", ["lm_head", "embedding"])
+def test_memory_plans_count_quantised_tables(shape, name, table):
+    """Integers, scales and zero points in place of a plain table, or, as the head of a tied model, beside the embedding."""
+    config = SHAPES[shape]
+    v, d, bits = config.vocab_size, config.dim, FORMATS[name].bits
+    packed = -(-v // 64) * -(-d // 256) * 64 * 256 * bits // 8 + 2 * (d // 128) * v * 2
+    settings = EngineConfig(max_model_len=4096)
+    with_table, without = (plan(settings, named_gpu("a100-40gb"), shape=shape, quantization="int4", **x) for x in ({table: name}, {}))
+    copied = table == "lm_head" and config.tie_embeddings
+    assert with_table.memory.weight_bytes == without.memory.weight_bytes + packed - (0 if copied else 2 * v * d)
+    assert with_table.memory.step_bytes == without.memory.step_bytes  # 256 rows are too few for a head to become a plain matrix
+    assert with_table.model.tie_embeddings == (config.tie_embeddings and not copied)
+    report, other = explain(with_table), explain(without)
+    assert f"random: int4, groups of 128, zero points; {table}: {name}, groups of 128, zero points" in report
+    multiplies = table == "lm_head" or config.tie_embeddings
+    assert (", lm_head: int4_matmul" in report or "\n  lm_head: int4_matmul" in report) == multiplies and "lm_head" not in other
+
+
+def test_a_head_of_many_rows_becomes_a_plain_matrix_strip_by_strip():
+    def step_bytes(**settings):
+        return plan(EngineConfig(max_model_len=4096, max_num_seqs=512), named_gpu("a100-40gb"), shape="Q", quantization="int4",
+                    **settings).memory.step_bytes
+
+    gate_up, strip = 3584 * 2 * 18944 * 2, 2**29 // (2 * 3584 * 64) * 3584 * 64 * 2
+    assert step_bytes(lm_head="int4") - step_bytes() == strip - gate_up > 0 and step_bytes(embedding="int4") == step_bytes()
+
+
+def test_what_a_decode_step_reads_leaves_out_an_untied_embedding_however_it_is_held():
+    """Of an untied embedding a step reads single rows."""
+    for config, tables in ((TINY.untied(), ("embedding",)), (TINY, ())):
+        model = random_model(quantized(config, "int8", embedding="int8"), dtype="float32", seed=0)
+        everything = sum(x.nbytes for x in model.params.values())
+        left_out = sum(x.nbytes for name, x in model.params.items() if name.startswith(tables)) if tables else 0
+        assert decode_read_bytes(model.params, model.config) == everything - left_out and (left_out > 0) == bool(tables)
+
+
+def test_a_quantised_table_is_named_or_it_is_not_there():
+    """`weights` speaks of the layers' linears; head and embedding have a format only where an exception gives one."""
+    untied = TINY.untied()
+    assert set(untied.projections()) - set(TINY.projections()) == {"lm_head"} and untied.projections()["lm_head"] == untied.dim
+    assert untied.quantizable() == {**untied.projections(), "embedding": untied.dim}
+    layers_only, both = (dataclasses.replace(untied, quantization=QuantConfig(method="x", weights=INT4, exceptions=exceptions))
+                         for exceptions in ((), (("embedding", SYMMETRIC_COLUMN), ("lm_head", INT4))))
+    assert layers_only.quantization.format_of("lm_head") is None is layers_only.quantization.format_of("embedding")
+    assert {"lm_head.weight", "embedding.weight"} <= abstract_params(layers_only, "bfloat16").keys()
+    params = abstract_params(both, "bfloat16")
+    assert params["embedding.packed"].shape == FORMATS["int8"].packed_shape(num_inputs=64, num_outputs=256)
+    assert params["lm_head.scales"].shape == (2, 256) and not {"lm_head.weight", "embedding.weight"} & params.keys()
+    formats = {module: both.quantization.format_of(module) for module in both.quantizable()}
+    assert QuantConfig.of("x", formats) == both.quantization
+    assert QuantConfig.of("x", {**formats, "lm_head": None, "embedding": None}).exceptions == ()
+    assert both.quantization.layouts().keys() == {"int4", "int8"}
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 2: quantised weights run on one device only"):
+        both.part(2)
+    for table in ("lm_head", "embedding"):
+        with pytest.raises(ConfigError, match=f"{table}: 64 inputs do not split into groups of 128"):
+            dataclasses.replace(untied, quantization=QuantConfig(method="x", weights=INT4, exceptions=(
+                (table, dataclasses.replace(INT4, group_size=128)),)))
+
+
+@pytest.mark.parametrize("table", ["lm_head", "embedding"])
+def test_a_quantised_table_needs_quantised_projections(table):
+    with pytest.raises(ConfigError, match=f"{table} = 'int8': only a shape whose projections are quantised is planned so"):
+        plan(EngineConfig(), named_gpu("h200"), shape="Q", **{table: "int8"})
+
+
 def test_only_a_shape_can_be_planned_quantised():
     with pytest.raises(ConfigError, match="quantization = 'int4': only a shape can be planned quantised"):
         plan(EngineConfig(model="x"), named_gpu("h200"), quantization="int4")
@@ -211,7 +281,7 @@ def changed(**changes):
     (changed(group_size=48), "group_size = 48 .*one of 32, 64, 128, or null"), (changed(zero_point=1), "zero_point = 1"),
     (changed(permuted=None), "permuted = None"), (changed(scales_dtype="int8"), "scales_dtype = 'int8'.*float16, bfloat16, float32"),
     (changed(exceptions={"layers.7.mlp.down": None}), "names layers.7.mlp.down, which the model has not"),
-    (changed(exceptions={"lm_head": None}), "names lm_head, which the model has not or cannot hold quantised")])
+    (changed(exceptions={"lm_head": None}), "names lm_head, which the model has not or cannot hold quantised .its embeddings are tied")])
 def test_other_configs_are_refused(value, words):
     config = json.loads((FIXTURES / "qwen2_tied" / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match=words):
