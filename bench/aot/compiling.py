@@ -21,6 +21,12 @@ def shared_limit(target: str) -> int:
     return int(found[1])
 
 
+def chip(target: str) -> str:
+    """What a target's kernels depend on: all of its description but the memory's size and rate, which only XLA's fusions look at."""
+    text = re.sub(r"#.*", "", (TARGETS / f"{target}.txtpb").read_text())
+    return re.sub(r"(memory_bandwidth|device_memory_size|device_description_str):.*", "", text)
+
+
 def prepare(dump: Path) -> None:
     """Sets what must be set before jax is imported: dumps, no device, and the wheel's ptxas first on PATH, which XLA takes."""
     nvidia = find_spec("nvidia")
@@ -95,8 +101,8 @@ def compile_cases(target: str, names: list[str], *, dump: Path) -> dict[str, Any
         start = time.perf_counter()
         case = all_cases()[name]()
         compiled, donated_bytes, python_seconds = compiled_case(case)
-        figures[name] = {**reading.summary(compiled, mosaic=dump / "mosaic", xla=dump / "xla"), "is_kernel": case.is_kernel,
-                         "donated_bytes": donated_bytes, "python_seconds": round(python_seconds, 2),
+        figures[name] = {**reading.summary(compiled, mosaic=dump / "mosaic", xla=dump / "xla"), "is_step": case.is_step,
+                         "expected_kernels": case.kernels, "donated_bytes": donated_bytes, "python_seconds": round(python_seconds, 2),
                          "seconds": round(time.perf_counter() - start, 1)}
         print(f"[{target}] {name}: {figures[name]['seconds']} s", file=sys.stderr, flush=True)
     return figures

@@ -1,4 +1,7 @@
-"""Reads what one compilation left behind: ptxas's figures, shared memory, copies in the HLO, launches in and out of command buffers."""
+"""Reads what one compilation left behind: ptxas's figures, shared memory, copies in the HLO, launches in and out of command buffers.
+
+What is not there is an error, never a count of 0. Judges nothing: bench/aot/__main__.py does.
+"""
 
 import glob
 import os
@@ -35,7 +38,7 @@ def _largest(pattern: str, text: str) -> int:
 def copies(hlo: str) -> list[str]:
     """Copies and transposes of at least a MiB in the optimised HLO, by shape."""
     big = []
-    for kind, shape, _ in re.findall(r"= (\w+)\[([\d,]*)\]\S* (copy|transpose|copy-start)\(", hlo):
+    for kind, shape in re.findall(r"= \(?(\w+)\[([\d,]*)\][^=\n]*? (?:copy|transpose|copy-start)\(", hlo):  # copy-start gives a tuple
         size = _BYTES.get(kind, 4)
         for length in filter(None, shape.split(",")):
             size *= int(length)
@@ -44,12 +47,25 @@ def copies(hlo: str) -> list[str]:
     return big
 
 
-def launches(folder: Path) -> dict[str, int]:
+def thunks(folder: Path) -> str:
+    """The thunks of the module compiled last, as they run.
+
+    Raises:
+      FileNotFoundError: XLA has written none into its dump folder.
+    """
+    found = sorted(glob.glob(f"{folder}/*.thunk_sequence.txt"), key=os.path.getmtime)
+    if not found:
+        raise FileNotFoundError(f"{folder}: XLA wrote no *.thunk_sequence.txt, so launches cannot be counted; it holds "
+                                f"{', '.join(sorted(os.listdir(folder))) or 'nothing'}. Does this XLA name its dumps otherwise?")
+    after_passes = Path(found[-1].removesuffix(".txt") + "_after_thunk_passes.txt")  # only written where the passes change something
+    return (after_passes if after_passes.exists() else Path(found[-1])).read_text()
+
+
+def launches(thunks: str) -> dict[str, int]:
     """Command buffers, launches inside them, and launches left outside, branches and loop bodies included."""
-    files = glob.glob(f"{folder}/*.thunk_sequence_after_thunk_passes.txt")
     counts = {"command_buffers": 0, "launches_inside": 0, "launches_outside": 0, "host_loops": 0}
     depth: int | None = None
-    for line in Path(max(files, key=os.path.getmtime)).read_text().splitlines() if files else ():
+    for line in thunks.splitlines():
         found = re.match(r"( *)\d+: k(\w+)", line)
         if not found:
             continue
@@ -71,4 +87,4 @@ def summary(compiled: Any, *, mosaic: Path, xla: Path) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     return {
         "temp_bytes": memory.temp_size_in_bytes, "argument_bytes": memory.argument_size_in_bytes, "aliased_bytes": memory.alias_size_in_bytes,
-        "big_copies": copies(compiled.as_text()), "kernels": mosaic_kernels(mosaic), **launches(xla)}
+        "big_copies": copies(compiled.as_text()), "kernels": mosaic_kernels(mosaic), **launches(thunks(xla))}
