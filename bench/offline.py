@@ -2,7 +2,7 @@
 
   python -m bench.offline --model=DIR [--dtypes=float32,bfloat16] [--batch_sizes=1,8] [--hf_python=PYTHON_WITH_TORCH --hf_model=FOLDER_OR_GGUF]
   python -m bench.offline --shape=Q --batch_sizes=1,8,32 --prompt_len=512 --max_tokens=256 --profile
-Every figure is the median of --repeats runs and stands beside the device's bandwidth. JSON goes to --output_dir.
+Every figure is the median of --repeats runs and stands beside the device's bandwidth. JSON goes to --output_dir, written as figures come.
 """
 
 import json
@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,32 +187,35 @@ def peer_rows() -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])["rows"]
 
 
-def run_dtype(dtype: str) -> dict[str, Any]:
-    """All runs of one dtype on one engine."""
+def run_dtype(dtype: str, runs: list[dict[str, Any]], save: Callable[[], Any]) -> None:
+    """All runs of one dtype on one engine: an entry of `runs`, which grows from `save` to `save`."""
     batches = [int(b) for b in _BATCH_SIZES.value]
     llm = make_engine(dtype, max(batches))
     figures: dict[str, Any] = {"dtype": dtype, "engine": llm.engine.describe(), "startup_s": llm.startup_s,
                                "num_scheduler_steps": llm.engine.resolved.num_scheduler_steps,
-                               "warm_up_s": llm.engine.warm_up.seconds, "num_executables": llm.engine.warm_up.num_executables}
+                               "warm_up_s": llm.engine.warm_up.seconds, "num_executables": llm.engine.warm_up.num_executables,
+                               "memory_bytes": llm.metrics()["memory_bytes"]}
+    runs.append(figures)
     figures["decode"] = [decode_row(llm, b) for b in batches]
     print(report.table(figures["decode"]), flush=True)
     figures["ttft"] = [ttft_row(llm, int(t)) for t in _TTFT_LENS.value]
     print(report.table(figures["ttft"]), flush=True)
+    save()
     if _THROUGHPUT.value:
         figures["throughput"] = throughput_row(llm, _THROUGHPUT.value)
         print(figures["throughput"], flush=True)
-    if _PROFILE.value:
-        figures["profile"] = {str(b): profile_decode(llm, b) for b in batches}
-        if _THROUGHPUT.value:
-            figures["profile"]["mixed"] = profile_mixed(llm, _THROUGHPUT.value)
-        for name, p in figures["profile"].items():
-            print(f"batch {name}:", {k: v for k, v in p.items() if k != "kernels"})
-            print(report.table(p.get("kernels", [])), flush=True)
+        save()
+    figures["profile"] = {}
+    for name in [*map(str, batches), *(["mixed"] if _THROUGHPUT.value else [])] if _PROFILE.value else []:
+        p = profile_mixed(llm, _THROUGHPUT.value) if name == "mixed" else profile_decode(llm, int(name))
+        figures["profile"][name] = p
+        print(f"batch {name}:", {k: v for k, v in p.items() if k != "kernels"})
+        print(report.table(p.get("kernels", [])), flush=True)
+        save()
     figures["num_compiles_after_warmup"] = llm.metrics()["num_compiles_after_warmup"]
-    figures["memory_bytes"] = llm.metrics()["memory_bytes"]
+    save()
     print(f"{dtype}: start {llm.startup_s:.1f} s, warm-up {figures['warm_up_s']:.1f} s, {figures['num_compiles_after_warmup']} compiles "
           f"after warm-up, {figures['memory_bytes'] / 1e9:.2f} GB")
-    return figures
 
 
 def main(argv: list[str]) -> None:
@@ -223,15 +227,20 @@ def main(argv: list[str]) -> None:
     figures: dict[str, Any] = {"model": _MODEL.value and Path(_MODEL.value).name, "shape": _SHAPE.value,
                                "quantization": _QUANTIZATION.value, "prompt_len": _PROMPT_LEN.value,
                                "max_tokens": _MAX_TOKENS.value, "repeats": _REPEATS.value}
-    figures["runs"] = [run_dtype(dtype) for dtype in _DTYPES.value]
-    if _HF_PYTHON.value:
-        figures["peer"] = peer_rows()
-        print(report.table(figures["peer"]))
     device = report.environment()["device"].split(" (")[0].replace(" ", "-").lower()
     quantization = "" if _QUANTIZATION.value is None else f"-{_QUANTIZATION.value}"
     subject = f"{_SHAPE.value}{quantization}" if _SHAPE.value else Path(str(_MODEL.value)).name
-    path = report.write(_NAME.value or f"offline-{subject}-{device}", figures, folder)
-    print(f"written to {path}")
+
+    def save() -> Path:
+        return report.write(_NAME.value or f"offline-{subject}-{device}", figures, folder)
+
+    figures["runs"] = []
+    for dtype in _DTYPES.value:
+        run_dtype(dtype, figures["runs"], save)
+    if _HF_PYTHON.value:
+        figures["peer"] = peer_rows()
+        print(report.table(figures["peer"]))
+    print(f"written to {save()}")
 
 
 def entry() -> None:
