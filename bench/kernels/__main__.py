@@ -3,8 +3,8 @@
   python -m bench.kernels [--ops=decode,prefill,...] [--arch=80] [--name=NAME]
   python -m bench.kernels --plot=bench/results/kernels-nvidia-h200.json
 Rows are device time (see timing.py). --arch=80 runs the path that an A100 takes on a newer GPU. --tiny shrinks every shape, to try the
-program on a CPU. The result file is written after every group, so that a run that is ended keeps what it had. Exit status 1 where one of
-our own kernels failed or a check does not hold.
+program on a CPU. The result file is written after every row, so that a run that is ended keeps what it had. Exit status 1 where one of our
+own kernels failed or a check does not hold.
 """
 
 import functools
@@ -63,15 +63,17 @@ def _main(values: flags.FlagValues) -> int:
 
 
 def run(settings: Settings, ops: Sequence[str], name: str, folder: Path | None) -> tuple[Path, Results]:
-    """Measures the groups in turn; the result file <folder>/<name>.json is written anew after each."""
+    """Measures the groups in turn; the result file <folder>/<name>.json is written anew after each row."""
     results = Results(settings=settings, ceilings=measure_ceilings(tiny=settings.tiny))
     print(f"{jax.local_devices()[0].device_kind}, path {path_of(settings)}: copy {results.ceilings.bytes_per_s / 1e12:.3g} TB/s, bfloat16 "
           f"matmul {results.ceilings.flops_per_s / 1e12:.4g} TFLOP/s", flush=True)
-    path = report.write(name, results.figures(), folder)
+
+    def save() -> Path:
+        return report.write(name, results.figures(), folder)
+
     for op in ops:
-        run_group(GROUPS[op](settings), results, lambda text: print(text, flush=True))
-        path = report.write(name, results.figures(), folder)
-    return path, results
+        run_group(GROUPS[op](settings), results, lambda text: print(text, flush=True), save)
+    return save(), results
 
 
 def default_name(settings: Settings) -> str:

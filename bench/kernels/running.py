@@ -43,31 +43,37 @@ class Results:
         return not any(not f["is_peer"] for f in self.failed) and all(c["ok"] for c in self.checks)
 
 
-def run_group(items: Iterable[Item], results: Results, show: Callable[[str], None]) -> None:
-    """Measures one group's items in order."""
+def run_group(items: Iterable[Item], results: Results, show: Callable[[str], None], save: Callable[[], Any] = lambda: None) -> None:
+    """Measures one group's items in order; calls `save` after each."""
     firsts: dict[tuple[str, str], jax.Array] = {}
     lines: list[Line] = []
     for item in items:
-        name = {"op": item.op, "shape": item.shape}
-        if isinstance(item, LeftOut):
-            results.left_out.append(dataclasses.asdict(item))
-            show(f"left out: {item.op} {item.shape} {item.implementation}: {item.reason}")
-            continue
-        try:
-            if isinstance(item, Check):
-                results.checks.append(name | item.evaluate(lines))
-                show(f"check: {results.checks[-1]}")
-                continue
-            is_first = all(find_line([x], **name) is None or x["path"] == PEER for x in lines)
-            lines.append(measure(item if is_first else dataclasses.replace(item, goal=None), results, firsts))
-        except FAILURES as error:
-            failure = name | {"implementation": getattr(item, "implementation", "check"), "is_peer": getattr(item, "is_peer", False),
-                              "reason": reason_of(error)}
-            results.failed.append(failure)
-            show(f"FAILED: {failure}")
-            continue
-        results.lines.append(lines[-1])
-        show(report.table(lines[-1:]).splitlines()[-1])
+        _take(item, lines, firsts, results, show)
+        save()
+
+
+def _take(item: Item, lines: list[Line], firsts: dict[tuple[str, str], jax.Array], results: Results, show: Callable[[str], None]) -> None:
+    """Measures one item of a group whose lines so far are `lines`."""
+    name = {"op": item.op, "shape": item.shape}
+    if isinstance(item, LeftOut):
+        results.left_out.append(dataclasses.asdict(item))
+        show(f"left out: {item.op} {item.shape} {item.implementation}: {item.reason}")
+        return
+    try:
+        if isinstance(item, Check):
+            results.checks.append(name | item.evaluate(lines))
+            show(f"check: {results.checks[-1]}")
+            return
+        is_first = all(find_line([x], **name) is None or x["path"] == PEER for x in lines)
+        lines.append(measure(item if is_first else dataclasses.replace(item, goal=None), results, firsts))
+    except FAILURES as error:
+        failure = name | {"implementation": getattr(item, "implementation", "check"), "is_peer": getattr(item, "is_peer", False),
+                          "reason": reason_of(error)}
+        results.failed.append(failure)
+        show(f"FAILED: {failure}")
+        return
+    results.lines.append(lines[-1])
+    show(report.table(lines[-1:]).splitlines()[-1])
 
 
 def measure(row: Row, results: Results, firsts: dict[tuple[str, str], jax.Array]) -> Line:
