@@ -69,7 +69,7 @@ def test_a_row_whose_pages_are_too_many_is_computed_whole(guided, byte_model, tm
 @pytest.mark.parametrize(("name", "value", "layer", "operation"), [
     ("layers.1.mlp.down.weight", jnp.nan, "layer 1", "layer_1/mlp/down: dot_general"),
     ("layers.0.attention.qkv.weight", jnp.inf, "layer 0", "layer_0/attention/qkv: dot_general"),
-    ("final_norm.weight", jnp.nan, "rms_norm", "rms_norm: "),
+    ("final_norm.weight", jnp.nan, "rms_norm.xla", "rms_norm.xla: "),
 ])
 def test_a_planted_value_is_named(clean, byte_model, name, value, layer, operation):
     row = replay(read_dump(clean[1]), planted(byte_model, name, value))[0]
