@@ -76,13 +76,13 @@ def scaled_scores(scores: jax.Array, scale: float, softcap: float | None) -> jax
 
 
 def clear_rows(ref: Any, num_kept: jax.Array) -> None:
-    """Zeroes the rows of a 16-bit SMEM tile [32 k, 16 m] from `num_kept` on, whatever they held. A later TMA copy into it needs a fence.
+    """Zeroes the rows of a 16-bit SMEM tile [16 k, 32 m] from `num_kept` on, whatever they held. A later TMA copy into it needs a fence.
 
     In shared memory rather than after the load as an operand: plgpu.broadcasted_iota is wrong in MMA_RHS, whose registers hold neighbours
     of a column (both get the upper row's number, so a mask lets the row after an odd bound through), and a selected operand would have to
     be in registers whole.
     """
-    layout = plgpu.Layout.MMA_ACC(ref.dtype, m_warps=2)
+    layout = plgpu.Layout.MMA_ACC(ref.dtype, m_warps=1 if ref.shape[0] % 32 else 2)
     row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=layout)
     ref[...] = jnp.where(row < num_kept, plgpu.load(ref, layout=layout, optimized=False), jnp.zeros((), ref.dtype))
 

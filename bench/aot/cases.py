@@ -99,10 +99,12 @@ def _writes() -> dict[str, Callable[[], Case]]:
 
 
 def _edges() -> dict[str, Callable[[], Case]]:
-    """Calls beyond the named shapes: each page size, long contexts, windows, caps, float16, the sm_80 prefill kernel on sm_90 too; norms."""
+    """Calls beyond the named shapes: page sizes, long contexts, windows, caps, float16, the sm_80 prefill kernel on sm_90 too; norms."""
     decode = functools.partial(_attention, 8, 8, 8, 8, 128, 1)
     prefill = functools.partial(_attention, 512, 4, 8, 2, 128, None)
     return {
+        "kernel-decode-page16": functools.partial(decode, page_size=16),
+        "kernel-prefill-page16": functools.partial(prefill, page_size=16),
         "kernel-decode-page32-window": functools.partial(decode, page_size=32, sliding_window=1000),
         "kernel-decode-page96-softcap": functools.partial(decode, page_size=96, softcap=30.0),
         "kernel-decode-page128": functools.partial(decode, page_size=128),

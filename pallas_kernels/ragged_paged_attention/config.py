@@ -171,7 +171,7 @@ def mosaic_refusal(spec: AttentionSpec, target: Target) -> str | None:
         *_tensor_core_reasons(spec, target, MOSAIC_CAPABILITIES),
         (spec.is_decode and spec.num_groups > MOSAIC_GROUP_ROWS,
          f"packs at most {MOSAIC_GROUP_ROWS} query heads a KV head, not {spec.num_groups}"),
-        (spec.page_size % 32 != 0, f"needs pages of a multiple of 32 tokens, not {spec.page_size}"),
+        (spec.page_size % 16 != 0, f"needs pages of a multiple of 16 tokens, not {spec.page_size}"),
     )
     reason = next((reason for refused, reason in reasons if refused), None)
     return reason or _memory_refusal(mosaic_shared_bytes(spec), target)
@@ -196,9 +196,9 @@ def _memory_refusal(need: int, target: Target) -> str | None:
 def mosaic_config(spec: AttentionSpec) -> MosaicConfig:
     """Tile sizes of kernel_mosaic for a decode call.
 
-    Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90: H 128, pages of 32: (143, 68609),
-    (114, 68641); of 64: (183, 69633), (147, 69649); of 96: (227, 103425), (189, 103441); of 128: (239, 137217), (215, 137233). The
-    combination takes 32 registers for up to 16 splits and 90 for 64.
+    Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90: H 128, pages of 16: (147, 35841),
+    (121, 35873); of 32: (143, 68609), (114, 68641); of 64: (183, 69633), (147, 69649); of 96: (227, 103425), (189, 103441); of 128:
+    (239, 137217), (215, 137233). The combination takes 32 registers for up to 16 splits and 90 for 64.
 
     Splits, H200, context 640 unless said, 28/4 heads, us: 8 rows 9.9 with 5 or 10, 10.7 with 16, 13.6 with 32; 32 rows 17.9 with 2, 19.5
     with 4; 128 rows 46.6 with 1, 52.7 with 2. One row of 32768 keys among 8: 32.9 with 16, 27.9 with 64. 32 rows of 4096, 64/8 heads:
@@ -217,7 +217,7 @@ def mosaic_prefill_config(spec: AttentionSpec) -> PrefillConfig:
     Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90:
     H 128, 64 x 32: (221, 51201) and (197, 51225); H 64, 64 x 64: (220, 51201) and (200, 51225). At H 128, 64 x 64 spills on both.
     """
-    block_kv = 64 if spec.head_dim == 64 and spec.page_size % 64 == 0 else 32
+    block_kv = 64 if spec.head_dim == 64 and spec.page_size % 64 == 0 else 32 if spec.page_size % 32 == 0 else 16
     return PrefillConfig(block_q=MOSAIC_PREFILL_BLOCK_Q, block_kv=block_kv, stages=MOSAIC_PREFILL_STAGES)
 
 
@@ -252,7 +252,7 @@ def wgmma_refusal(spec: AttentionSpec, target: Target) -> str | None:
     reasons = (
         *_tensor_core_reasons(spec, target, WGMMA_CAPABILITIES),
         (spec.is_decode, "is for prefill, not decode (max_q_len 1)"),
-        (WGMMA_BLOCK_KV % spec.page_size != 0 or spec.page_size % 32 != 0, f"needs pages of 32, 64 or 128 tokens, not {spec.page_size}"),
+        (WGMMA_BLOCK_KV % spec.page_size != 0 or spec.page_size % 16 != 0, f"needs pages of 16, 32, 64 or 128 tokens, not {spec.page_size}"),
     )
     reason = next((reason for refused, reason in reasons if refused), None)
     return reason or _memory_refusal(wgmma_shared_bytes(spec, wgmma_config(spec)), target)
@@ -275,7 +275,7 @@ def wgmma_shared_bytes(spec: AttentionSpec, config: WgmmaConfig) -> int:
 def mosaic_shared_bytes(spec: AttentionSpec) -> int:
     """Shared memory of one block: keys and values in flight, in decode the probabilities' tile, and 4 KiB for reductions and barriers."""
     if spec.is_decode:
-        return mosaic_config(spec).stages * _page_bytes(spec) + MOSAIC_GROUP_ROWS * spec.page_size * 2 + 4096
+        return mosaic_config(spec).stages * _page_bytes(spec) + 2 * MOSAIC_GROUP_ROWS * spec.page_size * 2 + 4096
     config = mosaic_prefill_config(spec)
     return config.stages * _page_bytes(spec) * config.block_kv // spec.page_size + 4096
 

@@ -53,9 +53,12 @@ def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_win
     """The kernel: (q, k_pages, v_pages, page_table, rows [T], lens [T]) -> the output, or parts, m and denom where there are splits."""
     num_tokens, num_heads, _ = q.shape
     _, num_kv_heads, page_size, head_dim = k_pages.shape
-    num_groups, dtype, group_rows = num_heads // num_kv_heads, k_pages.dtype, MOSAIC_GROUP_ROWS
-    # 16 rows are one m-tile: all four warps lie along n (keys, then head dim).
-    acc_layout, lhs_layout, rhs_layout = (layout(dtype, m_warps=1)
+    num_groups, dtype = num_heads // num_kv_heads, k_pages.dtype
+    # 16 rows are one m-tile: all four warps lie along n (keys, then head dim). Pages that four warps cannot share, 8 keys each, two do; the
+    # other two have rows of padding, which costs products and no bytes.
+    m_warps = 1 if page_size % 32 == 0 else 2
+    group_rows = m_warps * MOSAIC_GROUP_ROWS
+    acc_layout, lhs_layout, rhs_layout = (layout(dtype, m_warps=m_warps)
                                           for layout in (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS))
     row_layout = acc_layout.reduce(1)
 
@@ -123,7 +126,7 @@ def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_win
 
 
 def _combine_kernel(q: jax.Array, *, config: MosaicConfig, interpret: bool) -> Any:
-    """The kernel: (parts [T, K, S, G, H], m [T, K, S, 16], denom [T, K, S, 16]) -> [T, N, H], of splits that were not empty."""
+    """The kernel: (parts [T, K, S, G, H], m and denom [T, K, S, 16 or 32]) -> [T, N, H], of splits that were not empty."""
     num_heads, head_dim = q.shape[1:]
     layout = plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=1)
     shape = (SPLIT_ROWS, head_dim)

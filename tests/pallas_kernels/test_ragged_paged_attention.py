@@ -33,6 +33,9 @@ CASES = {
                                    spare_entries=0),
     "decode_bf16_page48": Case(rows=((1, 129), (0, 0), (1, 301)), num_heads=6, num_kv_heads=2, page_size=48, dtype="bfloat16",
                                num_padding=2, max_q_len=1),
+    "decode_bf16_page16": Case(rows=((1, 33), (0, 0), (1, 301), (1, 16)), num_heads=7, num_kv_heads=1, head_dim=128, page_size=16,
+                               dtype="bfloat16", max_q_len=1),
+    "prefill_bf16_page16": Case(rows=((67, 67), (3, 99)), num_heads=2, num_kv_heads=1, page_size=16, dtype="bfloat16"),
     "decode_f16_gqa17": Case(rows=((1, 129), (1, 40)), num_heads=34, num_kv_heads=2, dtype="float16", max_q_len=1),
     "prefill_bf16_odd": Case(rows=((67, 67), (1, 1), (0, 0), (3, 99)), num_heads=2, num_kv_heads=1, head_dim=128, page_size=64,
                              dtype="bfloat16", num_padding=9),
@@ -51,6 +54,10 @@ CASES = {
     "many_rows_all_single_windowed": Case(rows=((1, 70),) * 9 + ((1, 1),), num_heads=2, num_kv_heads=1, page_size=32, dtype="float16",
                                           num_padding=3, sliding_window=40),
     "head_dim_80_f16": Case(rows=((20, 48), (0, 9), (5, 5)), num_heads=2, head_dim=80, dtype="float16"),
+    "head_dim_96_bf16": Case(rows=((1, 40), (20, 70), (0, 9), (5, 5)), head_dim=96, page_size=64, dtype="bfloat16", num_padding=2),
+    "decode_head_dim_96_f16": Case(rows=((1, 100), (1, 1)), head_dim=96, page_size=64, dtype="float16", max_q_len=1),
+    "head_dim_256": Case(rows=((1, 40), (20, 33)), num_heads=2, num_kv_heads=1, head_dim=256, num_padding=1),
+    "decode_head_dim_256_bf16": Case(rows=((1, 100), (1, 1)), head_dim=256, page_size=64, dtype="bfloat16", max_q_len=1),
     "window": Case(rows=((40, 300), (150, 150), (1, 260)), sliding_window=33, page_size=32),
     "softcap": Case(rows=((30, 64), (3, 3)), softcap=3.0),
     "one_page_bounded_q": Case(rows=((3, 16), (2, 9), (4, 4)), spare_entries=0, max_q_len=4),
@@ -59,7 +66,8 @@ CASES = {
 
 
 # Cases that also run with the tiles kernel_xla takes on a GPU: many at once, 16-bit operands.
-GPU_TILES = {"decode_bf16_gqa7", "decode_window_softcap", "mixed_bf16_gqa3", "window", "one_page_bounded_q", "mixed"}
+GPU_TILES = {"decode_bf16_gqa7", "decode_window_softcap", "mixed_bf16_gqa3", "window", "one_page_bounded_q", "mixed", "head_dim_96_bf16",
+             "decode_head_dim_256_bf16"}
 
 
 def spec_of(case: Case, inputs: Inputs) -> AttentionSpec:
@@ -230,9 +238,8 @@ MOSAIC_REFUSALS = {
     "turing": (dataclasses.replace(A100, compute_capability=(7, 5)), {}, r"is built for sm_80 and sm_90, not \(7, 5\)"),
     "f32": (H200, {"dtype": "float32"}, "needs 16-bit pages, not float32"),
     "mixed_dtypes": (H200, {"kv_dtype": "float16"}, "not bfloat16 over float16"),
-    "head_dim": (H200, {"head_dim": 80}, r"has no tiles for head dim 80, only \(64, 128\)"),
+    **{f"head_dim_{h}": (H200, {"head_dim": h}, rf"has no tiles for head dim {h}, only \(64, 128\)") for h in (80, 96, 256)},
     "groups": (H200, {"num_heads": 34}, "packs at most 16 query heads a KV head, not 17"),
-    "page": (H200, {"page_size": 16}, "needs pages of a multiple of 32 tokens, not 16"),
 }
 
 
@@ -249,12 +256,12 @@ def test_mosaic_refuses_with_a_reason_and_xla_takes_over(target: Target, changes
 
 
 @pytest.mark.parametrize("target", (A100, H200), ids=("a100", "h200"))
-@pytest.mark.parametrize("page_size", (32, 64, 96, 128))
+@pytest.mark.parametrize("page_size", (16, 32, 48, 64, 96, 128))
 @pytest.mark.parametrize("max_q_len", (1, None), ids=("decode", "prefill"))
 def test_mosaic_is_chosen_and_fits(target: Target, page_size: int, max_q_len: int | None) -> None:
     case = dataclasses.replace(GOOD_DECODE, page_size=page_size, max_q_len=max_q_len)
     spec = spec_of(case, make_inputs(case))
-    by_wgmma = target is H200 and max_q_len is None and page_size != 96
+    by_wgmma = target is H200 and max_q_len is None and page_size not in (48, 96)
     assert ragged_paged_attention_choice(spec, target).implementation == ("wgmma" if by_wgmma else "mosaic")
     assert mosaic_shared_bytes(spec) <= 163 * 1024
 
@@ -262,7 +269,7 @@ def test_mosaic_is_chosen_and_fits(target: Target, page_size: int, max_q_len: in
 WGMMA_REFUSALS = {
     "a100": (A100, {}, r"is built for sm_90, not \(8, 0\)"),
     "decode": (H200, {"max_q_len": 1}, r"is for prefill, not decode \(max_q_len 1\)"),
-    "page": (H200, {"page_size": 96}, "needs pages of 32, 64 or 128 tokens, not 96"),
+    "page": (H200, {"page_size": 96}, "needs pages of 16, 32, 64 or 128 tokens, not 96"),
 }
 
 
@@ -298,12 +305,12 @@ def test_jax_triton_refuses_with_a_reason(target: Target, changes: dict[str, obj
 
 @pytest.mark.parametrize("target", (A100, H200), ids=("a100", "h200"))
 def test_jax_triton_stands_behind_mosaic_and_needs_its_package(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, small_pages = (spec_of(case, make_inputs(case)) for case in (GOOD_DECODE, dataclasses.replace(GOOD_DECODE, page_size=16)))
+    good, wide = (spec_of(case, make_inputs(case)) for case in (GOOD_DECODE, dataclasses.replace(GOOD_DECODE, num_heads=34)))
     monkeypatch.setattr(config, "find_spec", lambda name: name)
     assert ragged_paged_attention_choice(good, target).implementation == "mosaic"
-    assert ragged_paged_attention_choice(small_pages, target).implementation == "jax_triton"
+    assert ragged_paged_attention_choice(wide, target).implementation == "jax_triton"
     monkeypatch.setattr(config, "find_spec", lambda name: None)
-    assert ragged_paged_attention_choice(small_pages, target).implementation == "xla"
+    assert ragged_paged_attention_choice(wide, target).implementation == "xla"
     with pytest.raises(Unsupported, match=r"needs the package jax_triton and triton: pip install 'jaxinfer\[triton\]'"):
         ragged_paged_attention_choice(good, target, implementation="jax_triton")
 
