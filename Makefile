@@ -53,6 +53,7 @@ help:
 	@echo 'make gpu-test             kernel and engine tests on the GPU of this machine, the kernels also on the path that an A100 takes'
 	@echo '                          (GPU_PYTHON=python3 takes that interpreter as it is, instead of installing into $(VENV_GPU))'
 	@echo 'make gpu-sanitize         small cases of every kernel under compute-sanitizer: memory accesses, then races in shared memory'
+	@echo 'make gpu-bench            time the kernels beside their peers (BENCH_OPS=norm,int4 takes a part), in minutes; files go to bench/results'
 	@echo 'make clean                remove the virtual environments and the tools'"'"' caches; the downloaded checkpoint stays'
 	@echo 'Settings: PYTHON=interpreter  VENV=folder  CACHE=folder for checkpoints  JAX=requirement  WORKERS=test processes'
 
@@ -119,6 +120,15 @@ gpu-sanitize: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
 	     if [ $$code = 5 ]; then exit 0; fi; echo "FILE: $$(grep -E "passed|failed|SUMMARY" <<<"$$out" | paste -sd\ )"; \
 	     if [ $$code != 0 ]; then echo "$$out"; fi; exit $$code'; \
 	done; done
+
+# What bench/results has of this GPU: kernels beside their peers, on one newer than sm_80 also on the path that an A100 takes.
+BENCH_OPS ?= decode,prefill,mixed,write,rotary,norm,int4
+.PHONY: gpu-bench
+gpu-bench: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
+	@python='$(or $(GPU_PYTHON),$(VENV_GPU)/bin/python)'; \
+	capability=$$("$$python" -c 'import jax; print(jax.devices("cuda")[0].compute_capability)'); \
+	"$$python" -m bench.kernels --ops='$(BENCH_OPS)'; \
+	if [ "$$capability" != 8.0 ]; then "$$python" -m bench.kernels --ops='$(BENCH_OPS)' --arch=80; fi
 
 # Ruff, mypy and the tests with the tools under BIN.
 .PHONY: check

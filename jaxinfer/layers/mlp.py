@@ -23,6 +23,8 @@ class SwiGLU(nnx.Module):
         """[T, D] -> [T, D]."""
         with jax.named_scope("gate_up"):
             gate_up = self.gate_up(x)  # [T, 2, F]
+        # A launch of its own, in a decode step of Qwen2-7B in int4 1.6 of a layer's 72 us (H200). To be fused, a block would need the same
+        # columns of gate and of up: 296 pairs of strips on 132 cores leave three pairs, 84 tiles, to the busiest, which now has 70.
         with jax.named_scope("silu"):
             gate, up = gate_up[:, 0].astype(jnp.float32), gate_up[:, 1]
             hidden = jax.nn.silu(gate).astype(up.dtype) * up
