@@ -15,11 +15,10 @@ from typing import Any
 from absl import app, flags
 
 from jaxinfer import cli
+from jaxinfer.quant import METHODS_OF
 
 GROUP_SIZES = ["32", "64", "128", "column"]
 TABLE_BITS = {"none": None, "int4": 4, "int8": 8}
-METHODS_OF = {"awq_scaling": ["awq"], "awq_rounding": ["awq"], "clip": ["awq"], "act_order": ["gptq"], "damping": ["awq", "gptq"]}
-"""Flags that mean something to some methods only -> these."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

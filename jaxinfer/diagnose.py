@@ -22,6 +22,7 @@ from jaxinfer.checkpoint import read_manifest
 from jaxinfer.drift import StageFigures, diagnose
 from jaxinfer.engine.load import load
 from jaxinfer.errors import ConfigError
+from jaxinfer.quant import GROUP_SIZES, METHODS_OF
 from jaxinfer.source import converted_checkpoint
 from jaxinfer.textfile import differences, profile, read_text
 from jaxinfer.tokenizer import Tokenizer
@@ -42,19 +43,21 @@ def token_windows(tokenizer: Tokenizer, text: str, *, max_len: int, num_windows:
 
 
 def advice(figures: Mapping[str, Any], quantization: Mapping[str, Any], unlike: Sequence[str]) -> list[str]:
-    """What to try next, the likeliest help first."""
+    """What to try next, the likeliest help first. Names no flag that `python -m convert.quantize` refuses under the checkpoint's method."""
     said = []
+    method, group = quantization.get("method"), quantization.get("group_size", quantization.get("weights", {}).get("group_size"))
     rise = figures["perplexity"]["quantized"] / figures["perplexity"]["original"] - 1
     flagged_names = [stage.name for stage in figures["stages"] if stage.flags]
     shrunk = [stage.name for stage in figures["stages"] if any("shrank" in flag for flag in stage.flags)]
     if unlike:
         said.append("The calibration text differs from this one: quantise again with text like what the model will meet "
                     f"({'; '.join(unlike)}).")
-    if shrunk:
-        said.append(f"Hidden states shrank in {', '.join(shrunk)}: clipping goes too far there; try --noclip, or a smaller --group_size.")
+    clipped = bool(method in METHODS_OF["clip"] and quantization.get("settings", {}).get("clip", True))
+    remedies = ["--noclip (clipping goes too far there)"] * clipped + ["a smaller --group_size"] * (group != min(GROUP_SIZES))
+    if shrunk and remedies:
+        said.append(f"Hidden states shrank in {', '.join(shrunk)}: try {', or '.join(remedies)}.")
     if flagged_names:
         said.append(f"{', '.join(flagged_names)} stand out: keep the worst linears at 8 bits with --keep_int8=auto:{2 * len(flagged_names)}.")
-    method, group = quantization.get("method"), quantization.get("group_size", quantization.get("weights", {}).get("group_size"))
     if rise > 0.02 and group != 32:
         said.append(f"Perplexity rose by {100 * rise:.1f} %: try --group_size=32, which costs about half a bit a weight.")
     if rise > 0.02 and method == "rtn":

@@ -30,6 +30,10 @@ HEAD, EMBEDDING = "lm_head", "embedding"
 where embeddings are tied. A head that is named has an array of its own: a model with a quantised lm_head is not tied."""
 type FormatOf = Callable[[str], QuantFormat | None]
 """The last part of a module's path -> its format; None is not quantised."""
+METHODS_OF: Mapping[str, tuple[str, ...]] = {
+    "awq_scaling": ("awq",), "awq_rounding": ("awq",), "clip": ("awq",), "act_order": ("gptq",), "damping": ("awq", "gptq")}
+"""Flags of python -m convert.quantize that mean something to some methods only -> these. It refuses them elsewhere, and advice names them
+nowhere else."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 SCALE_FLOOR = 2.0**-24
 """The smallest scale of a group that is not zero: float16's smallest number, so that no scale is rounded to zero."""

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import convert.quantise.run
+from convert import quantize
+from convert.quantise.methods import METHODS, QuantiseConfig
 from jaxinfer import diagnose as command
 from jaxinfer.drift import StageFigures, diagnose, flagged, logit_figures, moments, perplexity, stage_figures
 from jaxinfer.engine.load import LoadedModel, random_model
@@ -67,7 +71,7 @@ def test_the_layer_that_shrank_is_flagged(original: LoadedModel) -> None:
     figures = diagnose(loud, changed(original, **quiet), TOKENS)
     assert [s.name for s in figures["stages"] if any("deviation shrank by" in flag for flag in s.flags)][0] == "layer 0"
     assert figures["kl_per_token"] > 0
-    said = command.advice(figures, {"method": "rtn", "group_size": 128}, ["digits are 9 % of the calibration text, 1 % here"])
+    said = command.advice(figures, {"method": "awq", "group_size": 128}, ["digits are 9 % of the calibration text, 1 % here"])
     assert said[0].startswith("The calibration text differs") and "--noclip" in said[1] and any("--keep_int8=auto:" in line for line in said)
     with pytest.raises(CheckpointError, match="are different models"):
         diagnose(original, dataclasses.replace(original, config=dataclasses.replace(original.config, dim=128)), TOKENS)
@@ -89,6 +93,40 @@ def test_advice_follows_from_the_figures() -> None:
     figures["perplexity"]["quantized"] = 10.05
     assert command.advice(figures, {"method": "awq", "group_size": 128}, []) == [
         "Nothing stands out: perplexity +0.50 %, the likeliest token agrees at 90.0 % of the positions."]
+
+
+SHRUNK = StageFigures(name="layer 0", mean=(0.0, 0.0), std=(1.0, 0.1), kurtosis=(3.0, 3.0), cosine=1.0, relative_error=0.9,
+                      flags=("deviation shrank by 90 %",))
+BAD: dict[str, Any] = {"stages": [SHRUNK], "perplexity": {"original": 10.0, "quantized": 20.0}, "top1_agreement": 0.1}
+
+
+@pytest.mark.parametrize("group_size", [None, 128, 32])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_flag_that_is_advised_is_taken(method: str, group_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command that quantises, under the checkpoint's own method."""
+    said = command.advice(BAD, {"method": method, "group_size": group_size}, [])
+    named = re.findall(r"--\w+(?:=[\w:]*\w)?", " ".join(said))
+    own = [flag + "=32" if flag == "--group_size" else flag for flag in named if not flag.startswith("--method=")]
+    assert ("--noclip" in own) == (method == "awq") and ("--group_size=32" in own) == (group_size != 32) and "--keep_int8=auto:2" in own
+    taken: list[QuantiseConfig] = []
+    monkeypatch.setattr(convert.quantise.run, "quantise", lambda *paths, settings, **others: taken.append(settings))
+    monkeypatch.setattr(quantize.signal, "signal", lambda number, handler: None)
+    for flag in own:
+        assert quantize.main(["--model=a", "--output=b", f"--method={method}", flag]) == 0
+    assert [settings.method for settings in taken] == [method] * len(own)
+    for other in (flag.removeprefix("--method=") for flag in named if flag.startswith("--method=")):
+        assert other in METHODS and other != method
+
+
+def test_clipping_is_blamed_only_where_there_was_some() -> None:
+    def said(**quantization: Any) -> str:
+        return " ".join(command.advice(BAD, quantization, []))
+
+    assert "layer 0: try --noclip (clipping goes too far there), or a smaller --group_size." in said(method="awq", group_size=64)
+    assert "layer 0: try --noclip (clipping goes too far there)." in said(method="awq", group_size=32)
+    assert "layer 0: try a smaller --group_size." in said(method="awq", group_size=64, settings={"clip": False})
+    for method in ("compressed-tensors", "random", None):
+        assert "noclip" not in said(method=method, group_size=64) and "shrank" not in said(method=method, group_size=32)
 
 
 def test_texts_are_told_apart() -> None:
