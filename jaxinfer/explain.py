@@ -19,6 +19,7 @@ from jaxinfer import cli
 from jaxinfer.checkpoint import read_manifest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import GPUS, Hardware, attached, named_gpu
+from jaxinfer.engine.layer_kernels import norm_choice, rotary_choice
 from jaxinfer.engine.matmuls import matmul_choices
 from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, resolve, running_dtype
 from jaxinfer.errors import ConfigError
@@ -104,6 +105,9 @@ def _kernels(r: ResolvedConfig) -> str:
     for layout in r.layouts:
         kind = "decode" if layout.decode_only else "prefill and mixed"
         lines.setdefault(f"{kind}: {attention_choice(r, layout)}", []).append(_name(layout))
+    for choice in (rotary_choice, norm_choice):
+        for layout in r.layouts:
+            lines.setdefault(str(choice(r, layout)), []).append(_name(layout))
     if r.model.quantization is not None:
         for layout in r.layouts:
             for line in matmul_choices(r.model, layout, dtype=r.dtype, hardware=r.hardware):

@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "replay": {"engine", "models", "layers", "sampling", "sampling.params", "state", "source", "cli", "errors"},
     "textfile": {"errors"},
     "drift": {"engine", "models", "layers", "errors"},
-    "diagnose": {"drift", "engine", "source", "checkpoint", "tokenizer", "textfile", "cli", "errors"},
+    "diagnose": {"drift", "engine", "quant", "source", "checkpoint", "tokenizer", "textfile", "cli", "errors"},
     "explain": {"engine", "models", "quant", "source", "checkpoint", "tokenizer", "state", "cli", "config", "errors"},
 }
 CONVERT_MAY = {"models", "layers", "quant", "checkpoint", "tokenizer", "textfile", "cli", "errors"}

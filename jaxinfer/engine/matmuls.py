@@ -41,7 +41,7 @@ def dequantised_bytes(model: ModelConfig, layouts: Sequence[StepLayout], *, dtyp
             spec = _spec(model, module, max(layouts, key=lambda layout: layout.num_rows), dtype)
             if _choice(spec, hardware).implementation not in ("dequantize", "xla"):
                 continue
-            num_outputs = min(num_outputs, TILE_N * xla_strip_tiles(spec, _target(hardware)))
+            num_outputs = min(num_outputs, TILE_N * xla_strip_tiles(spec, target_of(hardware)))
         most = max(most, num_inputs * num_outputs * dtype.itemsize)
     return most
 
@@ -83,8 +83,9 @@ def _spec(model: ModelConfig, module: str, layout: StepLayout, dtype: np.dtype) 
 def _choice(spec: "MatmulSpec", hardware: Hardware) -> Choice:
     from pallas_kernels.int4_matmul.api import int4_matmul_choice
 
-    return int4_matmul_choice(spec, _target(hardware))
+    return int4_matmul_choice(spec, target_of(hardware))
 
 
-def _target(hardware: Hardware) -> Target:
+def target_of(hardware: Hardware) -> Target:
+    """The hardware as ops know it."""
     return Target(platform=hardware.platform, compute_capability=hardware.compute_capability, device_kind=hardware.name)

@@ -6,15 +6,20 @@ import numpy as np
 
 from jaxinfer.config import CPU_MAX_NUM_SEQS, GPU_SCHEDULER_STEPS, EngineConfig
 from jaxinfer.engine.hardware import Hardware
-from jaxinfer.engine.matmuls import dequantised_bytes
+from jaxinfer.engine.matmuls import dequantised_bytes, target_of
 from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.scheduler.policies import find_policy
 from jaxinfer.state import StepLayout, kv_page_bytes, slot_table_bytes
-from pallas_kernels.dispatch import Choice, KernelError, Target
+from pallas_kernels.dispatch import Choice, KernelError
 
 DEFAULT_PAGE_SIZE = 64
+"""Tokens of a page where page_size leaves it open: the largest of which two are in flight in 64 KiB at head dim 128, so that two blocks of
+decode share an sm_80 core; with pages of 128 a block takes 137217 bytes of shared memory. Smaller pages cut a step's keys into more pieces:
+the 128 of wgmma are two pages of 64 or eight of 16, and mosaic's prefill at head dim 64 takes 64, 32 or 16 keys a step, as a page has (all in
+pallas_kernels/ragged_paged_attention/config.py). The price is the unused end of each sequence's last page: 2.6 % of the memory held at 64,
+0.6 % at 16 (bench/results/memory.json)."""
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
 _LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all
 MAX_BURST_ROWS = 128       # beyond, steps are long beside what a launch leaves idle (1 ms of 7 at 128 rows in int4), and each loop is a compile
@@ -166,14 +171,13 @@ def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
     from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention_choice
     from pallas_kernels.ragged_paged_attention.config import AttentionSpec
 
-    model, hardware = resolved.part, resolved.hardware
+    model = resolved.part
     spec = AttentionSpec(
         num_tokens=layout.num_tokens, num_rows=layout.num_rows, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim, page_size=resolved.page_size, pages_per_seq=resolved.num_pages_per_seq, q_dtype=str(resolved.dtype),
         kv_dtype=str(resolved.kv_dtype), max_q_len=1 if layout.decode_only else None, sliding_window=model.sliding_windows[0], softcap=None)
-    target = Target(platform=hardware.platform, compute_capability=hardware.compute_capability, device_kind=hardware.name)
     try:
-        return ragged_paged_attention_choice(spec, target=target, implementation=resolved.attention_implementation)
+        return ragged_paged_attention_choice(spec, target=target_of(resolved.hardware), implementation=resolved.attention_implementation)
     except KernelError as error:
         raise ConfigError(f"attention_implementation = {resolved.engine.attention_implementation!r}: {error} In the engine's settings "
                           "'auto' lets it choose.") from error

@@ -1,19 +1,26 @@
 """What explain and the engine refuse before anything is loaded, and the report itself."""
 
 import dataclasses
+import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from bench import report
 from convert.converter import convert
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.hardware import named_gpu
+from jaxinfer.engine.fresh_state import make_state
+from jaxinfer.engine.hardware import attached, named_gpu
 from jaxinfer.engine.resolve import ResolvedConfig
+from jaxinfer.engine.step import step
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.explain import explain, plan
+from jaxinfer.models.registry import abstract_model
 from tests.convert.checkpoints import hf_config, hf_tensors, write_hf
 
 
@@ -26,6 +33,62 @@ def test_report_names_the_block_that_shows_what_was_chosen() -> None:
     for name, block in (("token_buckets", "Buckets"), ("batch_buckets", "Buckets"), ("attention_implementation", "Kernels")):
         assert f"  {name:26} see {block}" in lines
     assert f"  {'token_buckets':26} (64, 128)" in explain(planned(token_buckets=(64, 128), max_num_batched_tokens=256)).splitlines()
+
+
+def buckets_of(report: str) -> dict[str, list[str]]:
+    """Line of the kernel table -> the buckets below it."""
+    lines = report[report.index("Kernels\n"):report.index("\n\nBuckets")].splitlines()[1:]
+    return {line.strip(): names.strip().removeprefix("buckets ").split(", ") for line, names in zip(lines[::2], lines[1::2], strict=True)}
+
+
+ROTARY, NORM = {"mosaic (rotation and both pools in one launch": 14}, {"mosaic (sum and norm in one launch": 14}
+SCATTER = "xla (XLA fuses the rotation and scatters into each pool, any shape, CPU and GPU); not mosaic: "
+
+
+@pytest.mark.parametrize(("shape", "gpu", "settings", "rotary", "norm"), [
+    ("Q", "a100-80gb", {}, ROTARY, NORM),
+    ("M", "h200", {}, {"mosaic (rotation": 12, f"{SCATTER}is for at most 65536 tokens times KV heads, not 262144": 2}, NORM),
+    ("M", "h200", {"tensor_parallel_size": 4}, ROTARY, NORM),
+    ("Q", "h200", {"kv_dtype": "float32"}, {f"{SCATTER}copies without a cast, not bfloat16 into float32": 14}, NORM),
+    ("tiny", "h200", {"max_model_len": 64}, {f"{SCATTER}needs a head dim that is a multiple of 64, not 16": 14},
+     {"xla (fused with its neighbours, any shape, CPU and GPU); not mosaic: needs a width that is a multiple of 128, not 64": 14}),
+], ids=["Q", "M", "M-over-4", "other-kv-dtype", "tiny"])
+def test_report_names_what_rotates_and_what_adds_and_norms(shape: str, gpu: str, settings: dict[str, Any], rotary: dict[str, int],
+                                                           norm: dict[str, int]) -> None:
+    resolved = planned(shape, gpu, **settings)
+    table = buckets_of(explain(resolved))
+    for op, wanted in (("rotary_kv_write", rotary), ("rms_norm", norm)):
+        found = {line: names for line, names in table.items() if line.startswith(f"{op}: ")}
+        assert len(found) == len(wanted) and sum(map(len, found.values())) == len(resolved.layouts) == 14
+        for start, count in wanted.items():
+            assert [len(names) for line, names in found.items() if line.startswith(f"{op}: {start}")] == [count]
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_the_kernel_table_is_of_the_calls_that_a_step_makes(quantization: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Every op of a layer is asked with the facts that the step's own trace gives it, in every bucket, and no op is left out."""
+    config = EngineConfig(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, token_buckets=(16, 32), num_pages=9, page_size=32,
+                          kv_dtype="float32")
+    resolved = plan(config, attached(), shape="tiny", quantization=quantization)
+    state = make_state(resolved.model, jax.ShapeDtypeStruct, max_num_seqs=4, num_pages=9, page_size=32, max_num_tokens=32,
+                       num_pages_per_seq=resolved.num_pages_per_seq, dtype=resolved.dtype, kv_dtype=resolved.kv_dtype)
+    graphdef, specs = abstract_model(resolved.model, str(resolved.dtype))
+    params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs.items()}
+
+    def asked() -> set[tuple[str, object]]:
+        found = {(record.args[0].op, record.args[1]) for record in caplog.records if record.name == "pallas_kernels.dispatch"}
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.DEBUG, logger="pallas_kernels.dispatch"):
+        explain(resolved)
+        planned_calls = asked()
+        for layout in resolved.layouts:
+            run = functools.partial(step, graphdef=graphdef, layout=layout, num_valid_tokens=256, attention_implementation=None)
+            jax.eval_shape(run, params, state, jax.ShapeDtypeStruct((layout.num_words,), jnp.int32))
+        made = asked()
+    assert {op for op, _ in made} == {"ragged_paged_attention", "rotary_kv_write", "rms_norm"} | ({"int4_matmul"} if quantization else set())
+    assert made == planned_calls
 
 
 def test_bursts_are_chosen_by_platform_and_looped_for_small_decode_buckets() -> None:
