@@ -24,6 +24,10 @@ CASES = {
     "lengths": Case(num_tokens=65, num_keys=140, num_rows=4, q_lengths=(65, 0, 7, 30), kv_lengths=(140, 33, 0, 11)),
     "segments": Case(num_tokens=100, num_keys=100, num_rows=2, segments=((30, 1, 60), (100,))),
     "full_segments_head_dim_80": Case(num_tokens=50, num_keys=50, causal=False, head_dim=80, segments=((20, 25),)),
+    "lengths_head_dim_96_bf16": Case(num_tokens=20, num_keys=70, num_rows=2, head_dim=96, dtype="bfloat16", q_lengths=(20, 3),
+                                     kv_lengths=(70, 9)),
+    "full_head_dim_256": Case(num_tokens=9, num_keys=33, causal=False, head_dim=256),
+    "bf16_head_dim_256": Case(num_tokens=20, num_keys=33, head_dim=256, dtype="bfloat16"),
     "window_softcap": Case(num_tokens=140, num_keys=300, sliding_window=33, softcap=3.0),
     "bf16_h128_gqa3": Case(num_tokens=35, num_keys=99, num_heads=3, head_dim=128, dtype="bfloat16"),
     "bf16_lengths": Case(num_tokens=66, num_keys=150, num_rows=3, num_heads=1, dtype="bfloat16", q_lengths=(66, 9, 5),
@@ -33,7 +37,7 @@ CASES = {
     "bf16_segments": Case(num_tokens=130, num_keys=130, num_heads=1, num_rows=2, dtype="bfloat16", segments=((64, 3, 50), (130,)),
                           kv_lengths=(130, 90), q_lengths=(130, 90), softcap=4.0),
 }
-GPU_TILES = {"causal", "bf16_segments"}  # also with the tiles kernel_xla takes on a GPU
+GPU_TILES = {"causal", "bf16_segments", "lengths_head_dim_96_bf16", "bf16_head_dim_256"}  # also with the tiles kernel_xla takes on a GPU
 
 
 def spec_of(case: Case) -> FlashAttentionSpec:
@@ -191,7 +195,8 @@ REFUSALS = {  # target, changes, why wgmma refuses, why mosaic does (None: it ta
     "one_query": (H200, {"num_tokens": 1}, "is for prefill, not decode", None),
     "f32": (H200, {"dtype": "float32"}, "needs 16-bit pages, not float32", "needs 16-bit keys and values, not float32"),
     "mixed_dtypes": (H200, {"kv_dtype": "float16"}, "not bfloat16 over float16", "needs queries in the keys' dtype, not bfloat16 over float16"),
-    "head_dim": (H200, {"head_dim": 80}, "has no tiles for head dim 80", r"has no tiles for head dim 80, only \(64, 128\)"),
+    **{f"head_dim_{h}": (H200, {"head_dim": h}, f"has no tiles for head dim {h}", rf"has no tiles for head dim {h}, only \(64, 128\)")
+       for h in (80, 96, 256)},
 }
 
 

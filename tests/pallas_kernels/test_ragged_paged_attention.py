@@ -66,7 +66,7 @@ CASES = {
 
 
 # Cases that also run with the tiles kernel_xla takes on a GPU: many at once, 16-bit operands.
-GPU_TILES = {"decode_bf16_gqa7", "decode_window_softcap", "mixed_bf16_gqa3", "window", "one_page_bounded_q", "mixed", "head_dim_96_bf16",
+GPU_TILES = {"decode_bf16_gqa7", "decode_window_softcap", "mixed_bf16_gqa3", "window", "one_page_bounded_q", "head_dim_96_bf16",
              "decode_head_dim_256_bf16"}
 
 
