@@ -196,11 +196,15 @@ def run_dtype(dtype: str, runs: list[dict[str, Any]], save: Callable[[], Any]) -
                                "warm_up_s": llm.engine.warm_up.seconds, "num_executables": llm.engine.warm_up.num_executables,
                                "memory_bytes": llm.metrics()["memory_bytes"]}
     runs.append(figures)
-    figures["decode"] = [decode_row(llm, b) for b in batches]
+    figures["decode"], figures["ttft"] = [], []
+    for batch in batches:
+        figures["decode"].append(decode_row(llm, batch))
+        save()
     print(report.table(figures["decode"]), flush=True)
-    figures["ttft"] = [ttft_row(llm, int(t)) for t in _TTFT_LENS.value]
+    for length in _TTFT_LENS.value:
+        figures["ttft"].append(ttft_row(llm, int(length)))
+        save()
     print(report.table(figures["ttft"]), flush=True)
-    save()
     if _THROUGHPUT.value:
         figures["throughput"] = throughput_row(llm, _THROUGHPUT.value)
         print(figures["throughput"], flush=True)

@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.errors import ConfigError
+
 if TYPE_CHECKING:
     from jaxinfer.engine.metrics import EngineMetrics
 
@@ -55,12 +57,34 @@ def commit() -> str:
 
 
 def write(name: str, figures: dict[str, Any], folder: Path | None = None) -> Path:
-    """Writes <name>.json into `folder`, default_folder() where None is given, and returns its path."""
+    """Writes <name>.json into `folder`, default_folder() where None is given, and returns its path. The file is the old one or the new.
+
+    Raises:
+      ConfigError: the folder cannot be made or written.
+    """
     folder = folder or default_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f".{name}.{os.getpid()}.json"
+        unfinished.write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror or error}): name another folder.") from error
     return path
+
+
+def require_folder(folder: Path | None) -> None:
+    """Makes the folder that `write` will write into, before anything is measured.
+
+    Raises:
+      ConfigError: it cannot be made.
+    """
+    folder = folder or default_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}): name another folder.") from error
 
 
 def table(rows: list[dict[str, Any]]) -> str:

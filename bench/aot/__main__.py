@@ -41,11 +41,13 @@ def _run(values: flags.FlagValues) -> int:
 
     start, num_cores = time.perf_counter(), os.cpu_count() or 1
     targets, part = list(values["targets"].value or ()), str(values["cases"].value)
-    unknown = [t for t in targets if t not in KNOWN_TARGETS]
+    unknown = [t for t in targets if t not in KNOWN_TARGETS] or ([] if targets else ["(none)"])
     names = [name for name in all_cases() if part in name]
     if unknown or not names:
         raise app.UsageError(f"--targets={','.join(unknown)}: known are {', '.join(KNOWN_TARGETS)}." if unknown
                              else f"--cases={part}: no case's name holds that.")
+    if values["json"].value and not Path(values["json"].value).absolute().parent.is_dir():
+        raise app.UsageError(f"--json={values['json'].value}: there is no such folder. Make it, or name another file.")
     budgets = json.loads(BUDGETS.read_text())
     figures: dict[str, Any] = {}
     problems: list[str] = []

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.DEFINE_list("ops", list(GROUPS), f"What to time, of {', '.join(GROUPS)}.", flag_values=values, module_name="What")
     flags.DEFINE_enum("arch", None, ["80"], "Lower the Mosaic kernels as for this architecture.", flag_values=values, module_name="What")
     flags.DEFINE_bool("tiny", False, "Small shapes, for a try on a CPU.", flag_values=values, module_name="What")
-    flags.DEFINE_integer("page_size", 64, "Tokens a page.", flag_values=values, module_name="What")
+    flags.DEFINE_enum("page_size", "64", ["16", "32", "64", "96", "128"], "Tokens a page.", flag_values=values, module_name="What")
     define("name", None, "Name of the result file; default: kernels-<device>.")
     define("folder", None, "Where the result file goes; default: bench/results.")
     define("plot", None, "Draw this result file as a PNG beside it, and do nothing else.")
@@ -44,9 +44,9 @@ def _main(values: flags.FlagValues) -> int:
     if values["plot"].value:
         return draw(Path(values["plot"].value))
     unknown = sorted(set(ops) - set(GROUPS))
-    if unknown:
-        raise app.UsageError(f"--ops={','.join(unknown)}: must be among {', '.join(GROUPS)}.")
-    settings = Settings(tiny=bool(values["tiny"].value), page_size=int(values["page_size"].value or 0), arch=values["arch"].value)
+    if unknown or not ops:
+        raise app.UsageError(f"--ops={','.join(unknown)}: must be some of {', '.join(GROUPS)}.")
+    settings = Settings(tiny=bool(values["tiny"].value), page_size=int(str(values["page_size"].value)), arch=values["arch"].value)
     if settings.arch:
         from jax.experimental.mosaic.gpu import utils
 
@@ -64,6 +64,7 @@ def _main(values: flags.FlagValues) -> int:
 
 def run(settings: Settings, ops: Sequence[str], name: str, folder: Path | None) -> tuple[Path, Results]:
     """Measures the groups in turn; the result file <folder>/<name>.json is written anew after each row."""
+    report.require_folder(folder)
     results = Results(settings=settings, ceilings=measure_ceilings(tiny=settings.tiny))
     print(f"{jax.local_devices()[0].device_kind}, path {path_of(settings)}: copy {results.ceilings.bytes_per_s / 1e12:.3g} TB/s, bfloat16 "
           f"matmul {results.ceilings.flops_per_s / 1e12:.4g} TFLOP/s", flush=True)

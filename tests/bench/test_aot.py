@@ -224,6 +224,7 @@ def test_a_broken_budget_or_a_crash_is_exit_code_1(compiled: dict[str, Any], tmp
 
 def test_a_target_or_a_case_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--targets=a100-20gb"]) == 2 and program.main(["--cases=nothing-like-it"]) == 2
+    assert program.main(["--targets="]) == 2 and program.main(["--json=/no/such/folder/figures.json"]) == 2
     message = capsys.readouterr().err
     assert "--targets=a100-20gb: known are a100-40gb, a100-80gb, h200." in message
     assert "--cases=nothing-like-it: no case's name holds that." in message

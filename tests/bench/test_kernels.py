@@ -211,7 +211,14 @@ def test_a_run_that_is_ended_keeps_what_it_had(tmp_path: Path, monkeypatch: pyte
 
 def test_what_the_command_line_cannot_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--ops=norm,other"]) != 0
-    assert "--ops=other: must be among decode, prefill" in capsys.readouterr().err
+    assert "--ops=other: must be some of decode, prefill" in capsys.readouterr().err
+    assert program.main(["--ops="]) != 0
+    assert "--ops=: must be some of decode, prefill" in capsys.readouterr().err
+    assert program.main(["--page_size=0"]) != 0
+    assert "should be one of <16|32|64|96|128>" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert program.main(["--tiny", "--ops=norm", f"--folder={tmp_path}/file/folder"]) != 0
+    assert "cannot be made" in capsys.readouterr().err
     assert program.main([f"--plot={tmp_path}/none.json"]) == 1
     assert "none.json: there is no such file. Give a result file of this program." in capsys.readouterr().err
 
