@@ -25,6 +25,7 @@ from pallas_kernels.int4_matmul.config import (
     dequantize_loss,
     dequantize_refusal,
     mosaic_config,
+    mosaic_loss,
     mosaic_refusal,
     wgmma_config,
     wgmma_loss,
@@ -174,7 +175,8 @@ IMPLS: tuple[Implementation[MatmulSpec], ...] = (
                    pays=wgmma_loss, run=_run_wgmma),
     Implementation(name="dequantize", reason="many tokens: weights dequantised whole, then XLA's dot",
                    supports=supports_unless(dequantize_refusal), pays=dequantize_loss, run=_run_dequantize),
-    Implementation(name="mosaic", reason="few tokens by mma, sm_80 and sm_90", supports=supports_unless(mosaic_refusal), run=_run_mosaic),
+    Implementation(name="mosaic", reason="few tokens by mma, sm_80 and sm_90", supports=supports_unless(mosaic_refusal), pays=mosaic_loss,
+                   run=_run_mosaic),
     Implementation(name="xla", reason="dequantised by strips, then XLA's dot; any shape, CPU and GPU", supports=supports_all, run=_run_xla),
     Implementation(name="reference", reason="the oracle: float32, the whole matrix", supports=supports_all, run=_run_reference),
 )

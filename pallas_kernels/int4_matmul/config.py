@@ -212,6 +212,12 @@ def mosaic_refusal(spec: MatmulSpec, target: Target) -> str | None:
     return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
 
 
+def mosaic_loss(spec: MatmulSpec, target: Target) -> str | None:
+    """Why a later row does a call better than kernel_mosaic, or None if it does not."""
+    end = dequantize_min_m(spec, target)
+    return None if spec.m < end else f"pays for fewer than {end} tokens, not for {spec.m}"
+
+
 def mosaic_config(spec: MatmulSpec, target: Target) -> MosaicConfig:
     """Tile sizes of kernel_mosaic: those measured for the matrix, otherwise those that `_cycles` finds quickest."""
     sizes = MOSAIC_BLOCK_MS if layout.TILE_K // spec.group_k <= MOSAIC_MOST_GROUPS else MOSAIC_BLOCK_MS[:2]

@@ -276,6 +276,8 @@ def test_choice_is_known_without_running() -> None:
     assert choice(1, CPU) == choice(1, H200, x_dtype="float32") == choice(1, H200, group_size=112) == "xla"
     with pytest.raises(Unsupported, match="needs groups of 32, 64, 128, a multiple of 256 or the whole column, not 112"):
         choice(1, A100, "mosaic", group_size=112)
+    for m, k in ((4096, 300), (4096, 3580), (600, 4100)):  # rows of 8 values do not lie whole: XLA's own way, not one for few tokens
+        assert choice(m, H200, k=k, group_size=k) == choice(m, A100, k=k, group_size=k) == "xla"
     with pytest.raises(Unsupported, match="is built for sm_90, not"):
         choice(64, A100, "wgmma")
 
