@@ -19,6 +19,9 @@ from jaxinfer.quant import METHODS_OF
 
 GROUP_SIZES = ["32", "64", "128", "column"]
 TABLE_BITS = {"none": None, "int4": 4, "int8": 8}
+TEXT_OF = {"num_samples": ("calibration",), "seed": ("calibration", "eval_text"), "max_len": ("calibration", "eval_text"),
+           "num_eval_samples": ("eval_text",)}
+"""Flags that say how a text is read -> the flags that give one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +105,9 @@ def _check_meaning(values: flags.FlagValues) -> None:
     for name, methods in METHODS_OF.items():
         if values[name].present and method not in methods:
             raise app.UsageError(f"--{name} changes nothing under --method={method}: leave it out, or choose {' or '.join(methods)}")
+    for name, text in TEXT_OF.items():
+        if values[name].present and not any(values[needed].value for needed in text):
+            raise app.UsageError(f"--{name} changes nothing without --{' or --'.join(text)}: leave it out, or give that text")
     if values["damping"].present and method == "awq" and values["awq_rounding"].value == "nearest":
         raise app.UsageError("--damping changes nothing under --awq_rounding=nearest: leave out one of them")
 

@@ -56,8 +56,13 @@ def advice(figures: Mapping[str, Any], quantization: Mapping[str, Any], unlike: 
     remedies = ["--noclip (clipping goes too far there)"] * clipped + ["a smaller --group_size"] * (group != min(GROUP_SIZES))
     if shrunk and remedies:
         said.append(f"Hidden states shrank in {', '.join(shrunk)}: try {', or '.join(remedies)}.")
-    if flagged_names:
-        said.append(f"{', '.join(flagged_names)} stand out: keep the worst linears at 8 bits with --keep_int8=auto:{2 * len(flagged_names)}.")
+    tables = [flag for flag, bits in (("--lm_head", "lm_head_bits"), ("--embedding", "embedding_bits"))
+              if quantization.get("settings", {}).get(bits) == 4]
+    layers = [name for name in flagged_names if name.startswith("layer ")]
+    if layers:
+        said.append(f"{', '.join(layers)} stand out: keep the worst linears at 8 bits with --keep_int8=auto:{2 * len(layers)}.")
+    if tables and (rise > 0.02 or len(layers) < len(flagged_names)):
+        said.append(f"Vocabulary head or embedding is at 4 bits: try {' and '.join(f'{flag}=int8' for flag in tables)}, or none.")
     if rise > 0.02 and group != 32:
         said.append(f"Perplexity rose by {100 * rise:.1f} %: try --group_size=32, which costs about half a bit a weight.")
     if rise > 0.02 and method == "rtn":

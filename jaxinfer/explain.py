@@ -46,6 +46,8 @@ def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None, 
     if quantization is not None and shape is None:
         raise ConfigError(f"quantization = {quantization!r}: only a shape can be planned quantised; a checkpoint says itself what it is.")
     for name, value in (("lm_head", lm_head), ("embedding", embedding)):
+        if value is not None and shape is None:
+            raise ConfigError(f"{name} = {value!r}: only a shape can be planned quantised; a checkpoint says itself what it is.")
         if value is not None and quantization is None:
             raise ConfigError(f"{name} = {value!r}: only a shape whose projections are quantised is planned so; give a quantization too.")
     if shape is not None:

@@ -100,7 +100,7 @@ def quantise(model: str | Path, output: str | Path, *, settings: QuantiseConfig,
     float_model = open_float(model, settings)
     if output_path.resolve() == float_model.path.resolve():
         raise ConfigError(f"the output {output_path} is the checkpoint that is to be quantised: choose another --output.")
-    if texts.max_len > float_model.config.max_position_embeddings:
+    if (texts.calibration or texts.evaluation) and texts.max_len > float_model.config.max_position_embeddings:
         raise ConfigError(f"max_len = {texts.max_len}: the model was made for {float_model.config.max_position_embeddings} positions, and what "
                           "it computes behind them is no guide to its weights: lower --max_len.")
     calibration, evaluation = _windows(float_model.path, settings, texts)
@@ -110,7 +110,9 @@ def quantise(model: str | Path, output: str | Path, *, settings: QuantiseConfig,
                               max_len=texts.max_len)
     logger.info("%s: %d layers, %s; memory: %s", float_model.path.name, float_model.config.num_layers, settings, plan)
     memory.require_memory(plan, memory.available_bytes())
-    what = json.dumps([jaxinfer.__version__, float_model.manifest["params_files"], dataclasses.asdict(settings),
+    # What no layer's result depends on may change from an interrupted run to the one that resumes it.
+    of_layers = dataclasses.replace(settings, num_int8=0, lm_head_bits=None, embedding_bits=None)
+    what = json.dumps([jaxinfer.__version__, float_model.manifest["params_files"], dataclasses.asdict(of_layers),
                        calibration and calibration.source, jax.devices()[0].device_kind])
     with MemoryMeter() as meter, Interruption() as interruption, LayerStore(output_path, what=what, resume=resume) as store:
         x = quantise_layers(float_model, settings, calibration, store, interruption)
@@ -145,7 +147,7 @@ def open_float(model: str | Path, settings: QuantiseConfig) -> FloatModel:
     for name, k in input_widths(config).items():
         check_groups(f"every layer's {name}", k, settings.grid.group_size)
     if settings.num_int8 > config.num_layers * len(LINEARS):
-        raise ConfigError(f"keep_int8 = auto:{settings.num_int8}: the model has {config.num_layers * len(LINEARS)} linears.")
+        raise ConfigError(f"keep_int8 = auto:{settings.num_int8}: the model has {config.num_layers * len(LINEARS)} linears: give no more.")
     return FloatModel(path=path, manifest=manifest, config=config)
 
 

@@ -95,6 +95,16 @@ def test_advice_follows_from_the_figures() -> None:
         "Nothing stands out: perplexity +0.50 %, the likeliest token agrees at 90.0 % of the positions."]
 
 
+def test_head_and_embedding_are_blamed_where_they_have_four_bits() -> None:
+    """--keep_int8 keeps linears of layers alone: a flagged embedding is no reason for it."""
+    flagged_table = dataclasses.replace(SHRUNK, name="embedding", flags=("relative error 0.5",))
+    figures = BAD | {"stages": [flagged_table], "perplexity": {"original": 10.0, "quantized": 13.0}}
+    said = command.advice(figures, {"method": "gptq", "group_size": 32, "settings": {"lm_head_bits": 4, "embedding_bits": 4}}, [])
+    assert said == ["Vocabulary head or embedding is at 4 bits: try --lm_head=int8 and --embedding=int8, or none."]
+    in_eight = command.advice(figures, {"method": "gptq", "group_size": 32, "settings": {"lm_head_bits": 8, "embedding_bits": None}}, [])
+    assert len(in_eight) == 1 and in_eight[0].startswith("Nothing stands out")
+
+
 SHRUNK = StageFigures(name="layer 0", mean=(0.0, 0.0), std=(1.0, 0.1), kurtosis=(3.0, 3.0), cosine=1.0, relative_error=0.9,
                       flags=("deviation shrank by 90 %",))
 BAD: dict[str, Any] = {"stages": [SHRUNK], "perplexity": {"original": 10.0, "quantized": 20.0}, "top1_agreement": 0.1}

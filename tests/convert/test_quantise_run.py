@@ -257,6 +257,9 @@ def test_the_command(tmp_path: Path, base: Path, text: Path, capsys: pytest.Capt
     flags = [f"--model={base}", f"--output={tmp_path / 'out'}"]
     for wrong, words in ((["--keep_int8=5"], "must be auto:N"), (["--method=rtn", "--damping=0.1"], "choose awq or gptq"),
                          (["--method=gptq", "--noclip"], "--clip changes nothing under --method=gptq"),
+                         (["--method=rtn", "--num_samples=5"], "--num_samples changes nothing without --calibration"),
+                         (["--method=rtn", "--seed=5"], "--seed changes nothing without --calibration or --eval_text"),
+                         (["--num_eval_samples=5"], "--num_eval_samples changes nothing without --eval_text"),
                          (["--awq_rounding=nearest", "--damping=0.1"], "changes nothing under --awq_rounding=nearest")):
         assert command.main([*flags, *wrong]) == 2 and words in capsys.readouterr().err
     assert command.main(flags[:1]) == 2 and "--output is needed" in capsys.readouterr().err

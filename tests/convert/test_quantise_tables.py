@@ -169,6 +169,11 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, tied: Path, text: Path, mo
         with pytest.raises(KeyboardInterrupt):
             quantise(tied, tmp_path / "out", settings=settings, texts=texts(text), resume=True)
     monkeypatch.setattr(run, "quantise_layer", None)  # none is left
+    others = dataclasses.replace(settings, lm_head_bits=8, embedding_bits=8, num_int8=1)  # of which no layer depends
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_quantized", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantise(tied, tmp_path / "out", settings=others, texts=texts(text), resume=True)
     quantise(tied, tmp_path / "out", settings=settings, texts=texts(text), resume=True)
     one, two = (read_manifest(tmp_path / name) for name in ("whole", "out"))
     assert one["tensors"] == two["tensors"]
@@ -268,7 +273,7 @@ def test_the_engine_runs_a_quantised_embedding(tmp_path: Path, tied: Path) -> No
 
 
 def test_the_command(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [f"--model={base}", f"--output={tmp_path / 'out'}", "--method=rtn", "--group_size=32", "--max_len=32"]
+    flags = [f"--model={base}", f"--output={tmp_path / 'out'}", "--method=rtn", "--group_size=32"]
     for table in ("lm_head", "embedding"):
         assert command.main([*flags, f"--{table}=3"]) == 2 and table in capsys.readouterr().err
     assert command.main(flags) == 0
