@@ -66,7 +66,8 @@ def export_specs(scheme: Scheme, part: Part, shape: tuple[int, ...], target: str
     per_word = 32 // scheme.bits
     if num_outputs % per_word or num_inputs % per_word:
         raise UnsupportedModelError(f"{module_of(part.source)} has {num_inputs} inputs and {num_outputs} outputs; --format={target} packs "
-                                    f"{per_word} into a word, so both must be multiples of that: leave this module unquantised")
+                                    f"{per_word} into a word, so both must be multiples of that: leave this module unquantised"
+                                    f"{' (--lm_head=none)' if module_of(part.source) == 'lm_head' else ''}")
     specs = EXPORTS[target].tensors(scheme, num_inputs, num_outputs)
     return {f"{module_of(part.source)}.{name}": spec for name, spec in specs.items()}
 

@@ -267,7 +267,11 @@ def run(main: Callable[[list[str]], int | None], flag_values: flags.FlagValues =
     """
     _define_common(flag_values)
     try:
-        parse(flag_values, sys.argv[1:] if argv is None else argv)
+        try:
+            parse(flag_values, sys.argv[1:] if argv is None else argv)
+        except flags.IllegalFlagValueError:  # such as a needed flag that is missing, which whoever asks for help may not know yet
+            if not flag_values["help"].value:
+                raise
         if flag_values["help"].value:
             print(usage(flag_values, description or inspect.getdoc(sys.modules[main.__module__]) or ""), flush=True)
             return 0

@@ -81,3 +81,13 @@ raise SystemExit(cli.run(main))
     shown = ran("--help").stdout
     assert "Command:\n  --shape\n" in shown and "logtostderr" not in shown and "Sampling:" in shown
     assert ran("--page_size=1").returncode == 2
+
+
+def test_help_needs_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    def asked(*argv: str) -> int:
+        values = flags.FlagValues()
+        flags.DEFINE_string("model", None, "Needed.", required=True, flag_values=values)
+        return cli.run(lambda _: None, values, argv, "Says hello.")
+
+    assert asked("--help") == 0 and "Says hello." in capsys.readouterr().out
+    assert asked() == 2 and "--model" in capsys.readouterr().err
