@@ -64,8 +64,8 @@ def write(name: str, figures: dict[str, Any], folder: Path | None = None) -> Pat
     """
     folder = folder or default_folder()
     path = folder / f"{name}.json"
+    require_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f".{name}.{os.getpid()}.json"
         unfinished.write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
         unfinished.replace(path)

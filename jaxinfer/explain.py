@@ -43,9 +43,7 @@ def plan(config: EngineConfig, hardware: Hardware, *, shape: str | None = None, 
         settings that contradict the model.
       CheckpointError, CapacityError: as for LLM.
     """
-    if quantization is not None and shape is None:
-        raise ConfigError(f"quantization = {quantization!r}: only a shape can be planned quantised; a checkpoint says itself what it is.")
-    for name, value in (("lm_head", lm_head), ("embedding", embedding)):
+    for name, value in (("quantization", quantization), ("lm_head", lm_head), ("embedding", embedding)):
         if value is not None and shape is None:
             raise ConfigError(f"{name} = {value!r}: only a shape can be planned quantised; a checkpoint says itself what it is.")
         if value is not None and quantization is None:

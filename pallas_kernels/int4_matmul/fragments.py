@@ -3,6 +3,7 @@
 `interpret` picks forms in jax.numpy that Pallas's interpreter knows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -221,33 +222,39 @@ def join(parts: list[jax.Array], *, layout: Any, interpret: bool) -> jax.Array:
     return concatenate(*parts)
 
 
-def row_parameters(ref: Any, group: jax.Array, first: jax.Array, num_rows: int, layout: Any, *, interpret: bool) -> jax.Array:
-    """[num_rows] float32 values ref[group, first ...] of a GMEM ref [g, n], `first` < n a multiple of num_rows; past n the last one repeats."""
+def load_float(ref: Any, at: Any) -> Any:
+    """Element `at` (a 32-bit number) of a GMEM or SMEM ref as a float32 register."""
+    kind = ir.MemRefType(ref.type).element_type
+    value = llvm.load(kind, utils.getelementptr(utils.memref_ptr(ref), [at], kind))
+    return value if kind == ir.F32Type.get() else arith.extf(ir.F32Type.get(), value)
+
+
+def row_of_floats(ref: Any, native: Any, num_values: int, place: Callable[[Any], Any]) -> Any:
+    """[num_values] float32 of a ref in a Mosaic layout of one value a row: `place` says at which element of the ref a position's value is."""
+    registers, word = np.empty(native.registers_shape((num_values,)), dtype=object), ir.IntegerType.get_signless(32)
+    for index, (position,) in zip(np.ndindex(registers.shape), native.thread_idxs((num_values,)), strict=True):
+        value = load_float(ref, place(arith.index_cast(word, position)))
+        registers[index] = vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), value)
+    return mgpu.FragmentedArray(_registers=registers, _layout=native, _is_signed=None)
+
+
+def bias_rows(ref: Any, first: jax.Array, num_rows: int, layout: Any, *, interpret: bool) -> jax.Array:
+    """[num_rows] float32 values ref[0, first ...] of a GMEM ref [1, n], `first` < n a multiple of num_rows; past n the last one repeats."""
     if interpret:
-        return ref[group, pl.ds(first, num_rows)].astype(jnp.float32)
+        return ref[0, pl.ds(first, num_rows)].astype(jnp.float32)
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar),
-                       return_type=plgpu.ShapeDtypeStruct((num_rows,), jnp.float32, layout=layout))
-    def load(ctx: Any, source: Any, group: Any, first: Any) -> Any:
-        group, first = _only(group), _only(first)
-        native, word = layout.to_mgpu(), ir.IntegerType.get_signless(32)
-        kind = ir.MemRefType(source.type)
-        last = _word(kind.shape[1] - 1)
-        row = arith.muli(group, _word(kind.shape[1]))
-        registers = np.empty(native.registers_shape((num_rows,)), dtype=object)
-        for index, (position,) in zip(np.ndindex(registers.shape), native.thread_idxs((num_rows,)), strict=True):
-            column = arith.addi(arith.index_cast(word, position), first)
-            if kind.shape[1] % num_rows:
-                column = arith.minui(column, last)
-            pointer = utils.getelementptr(utils.memref_ptr(source), [arith.addi(row, column)], kind.element_type)
-            value = llvm.load(kind.element_type, pointer)
-            if kind.element_type != ir.F32Type.get():
-                value = arith.extf(ir.F32Type.get(), value)
-            registers[index] = vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), value)
-        return mgpu.FragmentedArray(_registers=registers, _layout=native, _is_signed=None)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((num_rows,), jnp.float32, layout=layout))
+    def load(ctx: Any, source: Any, first: Any) -> Any:
+        first, num_columns = _only(first), ir.MemRefType(source.type).shape[1]
 
-    return load(ref, jnp.int32(group), jnp.int32(first))
+        def place(position: Any) -> Any:
+            column = arith.addi(position, first)
+            return arith.minui(column, _word(num_columns - 1)) if num_columns % num_rows else column
+
+        return row_of_floats(source, layout.to_mgpu(), num_rows, place)
+
+    return load(ref, jnp.int32(first))
 
 
 def store_transposed(ref: Any, value: jax.Array, row: jax.Array, column: jax.Array, layout: Any, *, interpret: bool) -> None:

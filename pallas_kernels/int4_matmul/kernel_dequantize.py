@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import kernel_xla, layout
-from pallas_kernels.int4_matmul.fragments import _f32, _only, _word
+from pallas_kernels.int4_matmul.fragments import _f32, _only, _word, load_float
 
 WORDS = 8           # that a thread reads at a time, and values of a plane that it writes
 THREADS = 128
@@ -93,7 +93,7 @@ def _weights(tiles: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, k:
                 if key not in known:
                     group = arith.minui(arith.divui(first, _word(group_size)), _word(num_groups - 1))
                     place = arith.addi(arith.muli(group, _word(n)), column)
-                    known[key] = [_parameter(ref, place) for ref in (scales, *zeros)]
+                    known[key] = [load_float(ref, place) for ref in (scales, *zeros)]
                 scale, *zero = known[key]
                 offset = arith.addf(zero[0], _f32(2.0**23)) if zero else _f32(2.0**23 + 2.0 ** (bits - 1))
                 pairs = [_pair([_weight(value, half + bits * plane, scale, offset) for half in (0, 16)]) for value in words]
@@ -133,10 +133,3 @@ def _load(ref: Any, at: Any, count: int) -> list[Any]:
     pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], ir.MemRefType(ref.type).element_type)
     values = llvm.load(ir.VectorType.get((count,), word), pointer)
     return [vector.extract(values, dynamic_position=[], static_position=[i]) for i in range(count)]
-
-
-def _parameter(ref: Any, at: Any) -> Any:
-    """Element `at` of a GMEM ref as float32."""
-    kind = ir.MemRefType(ref.type).element_type
-    value = llvm.load(kind, utils.getelementptr(utils.memref_ptr(ref), [at], kind))
-    return value if kind == ir.F32Type.get() else arith.extf(ir.F32Type.get(), value)

@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import fragments, layout, parameters
-from pallas_kernels.int4_matmul.config import MosaicConfig, parameter_rows
+from pallas_kernels.int4_matmul.config import MosaicConfig
 from pallas_kernels.int4_matmul.launch import launch
 from pallas_kernels.mosaic import across, constant
 
@@ -68,7 +68,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     num_shares, num_strips, num_threads = config.splits * config.warpgroups, packed.shape[0], config.warpgroups * config.strips
     by_sums = sums_tokens(block_m, bits, dtype)
     acc_layout, lhs_layout, rhs_layout = plgpu.Layout.MMA_ACC(dtype), plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.MMA_RHS(dtype)
-    row_layout, num_rows = acc_layout.reduce(1), parameter_rows(config, num_tiles, num_groups)
+    row_layout = acc_layout.reduce(1)
     num_kinds = 1 + has_zeros  # of parameters
 
     def body(x_ref, packed_ref, scales_ref, *refs):  # type: ignore[no-untyped-def]
@@ -82,7 +82,6 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
         read = jnp.minimum(strip, num_strips - 1)  # past the last strip the last one serves; what comes of it is not stored
         column, mask = read * TILE_N, fragments.nibble_mask(interpret=interpret)
-        first_row = jnp.minimum(lax.div(start * TILE_K, jnp.int32(config.group_size)), num_groups - num_rows)
         ones = plgpu.layout_cast(jnp.ones((TILE_N, min(group_k, CHUNK)), dtype), lhs_layout)
 
         def fetch(j: jax.Array) -> None:
@@ -95,10 +94,8 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 else:
                     plgpu.copy_gmem_to_smem(source, target, barriers[0].at[group * stages + slot])
 
-        def parameters_of(j: jax.Array, number: int) -> list[jax.Array]:
-            """Scale, and zero point, of a group of tile j of this share."""
-            there = jnp.minimum(lax.div((start + j) * TILE_K + number * group_k, jnp.int32(config.group_size)), num_groups - 1)
-            return [parameters.read(smem.at[group], there - first_row, row_layout, interpret=interpret) for smem in rows_smem]
+        rows = parameters.Parameters((scales_ref, *refs[:has_zeros]), [smem.at[group] for smem in rows_smem], config, start=start,
+                                     column=column, num_groups=num_groups, row_layout=row_layout, interpret=interpret)
 
         def multiply(j: jax.Array, slot: jax.Array, acc: jax.Array) -> jax.Array:
             """acc plus the scaled products of tile j of this share, which is in a slot."""
@@ -110,7 +107,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 if k == chunk:
                     tokens = plgpu.load(x_smem.at[group, slot, :, pl.ds(chunk, CHUNK)].T, layout=rhs_layout)
                 if k % group_k == 0:
-                    scale, *zero = parameters_of(j, k // group_k)
+                    scale, *zero = rows.of_group(j, k // group_k)
                     product, sums = nothing, nothing
                 left = fragments.part(words[c // CHUNK], k - chunk, size, axis=1, layout=lhs_layout, interpret=interpret)
                 right = fragments.part(tokens, k - chunk, size, axis=0, layout=rhs_layout, interpret=interpret)
@@ -141,7 +138,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 plgpu.barrier_wait(barriers[0].at[group * stages + lax.rem(j, jnp.int32(stages))])
             return multiply(j, lax.rem(j, jnp.int32(stages)), acc)
 
-        parameters.fetch((scales_ref, *refs[:has_zeros]), [smem.at[group] for smem in rows_smem], first_row, column, interpret=interpret)
+        rows.fetch()
         for j in range(stages - 1):
             pl.when(j < count)(functools.partial(fetch, jnp.int32(j)))
         parameters.wait(copies_async=copies_async, interpret=interpret)
@@ -151,7 +148,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             for other in range(config.warpgroups - 1):
                 acc = acc + plgpu.load(sums_smem.at[mine, other], layout=acc_layout, optimized=False)
             if bias_ref is not None:
-                bias = fragments.row_parameters(bias_ref, jnp.int32(0), column, TILE_N, row_layout, interpret=interpret)
+                bias = fragments.bias_rows(bias_ref, column, TILE_N, row_layout, interpret=interpret)
                 acc = acc + across(bias, block_m)
             target = out_ref if config.splits == 1 else out_ref.at[split]
             fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, strip * TILE_N, acc_layout, interpret=interpret)
@@ -176,8 +173,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     scratch: list[Any] = [plgpu.SMEM((*ring, TILE_N, num_words), packed.dtype, transforms=transforms),
                plgpu.SMEM((*ring, block_m, TILE_K), dtype, transforms=transforms),
                plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, 8, 8), jnp.float32),
-               plgpu.SMEM((num_threads, num_rows, TILE_N), scales.dtype),
-               *[plgpu.SMEM((num_threads, num_rows, TILE_N), jnp.bfloat16)] * has_zeros,
+               *parameters.scratch(config, scales, num_tiles=num_tiles, has_zeros=has_zeros),
                *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=num_threads * stages)]),
                plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]
     return mosaic.kernel(

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import fragments, layout, parameters
-from pallas_kernels.int4_matmul.config import PIECE_K, WgmmaConfig, parameter_rows
+from pallas_kernels.int4_matmul.config import PIECE_K, WgmmaConfig
 from pallas_kernels.int4_matmul.launch import launch
 
 TILE_N, TILE_K = layout.TILE_N, layout.TILE_K
@@ -56,7 +56,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     is_tight = num_threads >= TIGHT_THREADS or (
         config.scales_product and block_m >= (TIGHT_BLOCK_M if groups_a_tile < TIGHT_GROUPS else TIGHT_BLOCK_M // 2))
     lhs_layout, acc_layout = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.WGMMA
-    row_layout, num_rows = acc_layout.reduce(1), parameter_rows(config, num_tiles, num_groups)
+    row_layout = acc_layout.reduce(1)
     num_kinds = 1 + has_zeros  # of parameters
 
     def body(x_ref, packed_ref, scales_ref, *refs):  # type: ignore[no-untyped-def]
@@ -69,7 +69,6 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         start = lax.div(share * num_tiles, jnp.int32(num_shares))
         count = lax.div((share + 1) * num_tiles, jnp.int32(num_shares)) - start
         read = jnp.minimum(strip, num_strips - 1)  # past the last strip the last one serves; what comes of it is not stored
-        first_row = jnp.minimum(lax.div(start * TILE_K, jnp.int32(config.group_size)), num_groups - num_rows)
         column, num_places, mask = read * TILE_N, count * places_a_tile, fragments.nibble_mask(interpret=interpret)
 
         def fetch_weights(j: jax.Array) -> None:
@@ -99,10 +98,8 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                     plgpu.barrier_wait(x_free.at[place_of(last)[1]])
                 fetch_tokens(last + token_stages)
 
-        def group_of(j: jax.Array, number: int) -> tuple[jax.Array, ...]:
-            """Scale, and zero point, of a group of tile j of this share."""
-            there = jnp.minimum(lax.div((start + j) * TILE_K + number * group_k, jnp.int32(config.group_size)), num_groups - 1)
-            return tuple(parameters.read(smem.at[group], there - first_row, row_layout, interpret=interpret) for smem in rows_smem)
+        rows = parameters.Parameters((scales_ref, *refs[:has_zeros]), [smem.at[group] for smem in rows_smem], config, start=start,
+                                     column=column, num_groups=num_groups, row_layout=row_layout, interpret=interpret)
 
         def codes_of(words: Words, piece: int, zero: list[jax.Array]) -> jax.Array:
             """A piece of q - z, [64, 64]."""
@@ -172,13 +169,13 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         def step_scaling_products(j: jax.Array, acc: jax.Array) -> jax.Array:
             words = begin(j)
             for number in range(groups_a_tile):
-                scale, *zero = group_of(j, number)
+                scale, *zero = rows.of_group(j, number)
                 acc = acc + group_product(j, words, number, zero) * mosaic.across(scale, block_m)
             return acc
 
         def step_scaling_weights(j: jax.Array, acc: Any, acc_ref: Any) -> Any:
-            words, rows = begin(j), tuple(group_of(j, number) for number in range(groups_a_tile))
-            weights = weights_of(words, 0, rows)
+            words, groups = begin(j), tuple(rows.of_group(j, number) for number in range(groups_a_tile))
+            weights = weights_of(words, 0, groups)
             for piece in range(PIECES):
                 i = j * PIECES + piece
                 place, barrier = place_of(i)
@@ -188,7 +185,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 else:
                     plgpu.wgmma(acc_ref, weights, x_smem.at[member, place].T)
                 if piece + 1 < PIECES:
-                    weights = weights_of(words, piece + 1, rows)
+                    weights = weights_of(words, piece + 1, groups)
                 if not interpret:
                     plgpu.wgmma_wait(0)
                 let_go(i)
@@ -204,7 +201,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             for other in range(config.warpgroups - 1):
                 acc = acc + plgpu.load(sums_smem.at[mine, other], layout=acc_layout, optimized=False)
             if bias_ref is not None:
-                bias = fragments.row_parameters(bias_ref, jnp.int32(0), column, TILE_N, row_layout, interpret=interpret)
+                bias = fragments.bias_rows(bias_ref, column, TILE_N, row_layout, interpret=interpret)
                 acc = acc + mosaic.across(bias, block_m)
             target = out_ref if config.splits == 1 else out_ref.at[split]
             fragments.store_transposed(target, acc.astype(out.dtype), token * block_m, strip * TILE_N, acc_layout, interpret=interpret)
@@ -213,7 +210,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             pl.when(j < count)(functools.partial(fetch_weights, jnp.int32(j)))
         for i in range(token_stages):
             pl.when((mine == 0) & (i < num_places))(functools.partial(fetch_tokens, jnp.int32(i)))
-        parameters.fetch((scales_ref, *refs[:has_zeros]), [smem.at[group] for smem in rows_smem], first_row, column, interpret=interpret)
+        rows.fetch()
         parameters.wait(copies_async=copies_async, interpret=interpret)
         acc = run() if config.scales_product or interpret else pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
         if config.warpgroups == 1:
@@ -243,8 +240,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     scratch: list[Any] = [plgpu.SMEM((num_threads, stages, TILE_N, num_words), packed.dtype, transforms=transforms),
                plgpu.SMEM((config.warpgroups, token_stages, block_m, place_k), dtype, transforms=transforms),
                plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, 8, 8), jnp.float32),
-               plgpu.SMEM((num_threads, num_rows, TILE_N), scales.dtype),
-               *[plgpu.SMEM((num_threads, num_rows, TILE_N), jnp.bfloat16)] * has_zeros,
+               *parameters.scratch(config, scales, num_tiles=num_tiles, has_zeros=has_zeros),
                plgpu.Barrier(num_barriers=num_threads * stages), plgpu.Barrier(num_barriers=rings),
                plgpu.Barrier(num_arrivals=config.strips, num_barriers=rings),
                plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]

@@ -25,6 +25,7 @@ from jaxinfer.engine.compiled import jit_logits
 from jaxinfer.errors import CapacityError, CheckpointError, ConfigError, JaxInferError, NonFiniteError
 from jaxinfer.textfile import read_text
 from jaxinfer.tokenizer import Tokenizer
+from tests.convert.calibration import texts, write_lines
 from tests.convert.checkpoints import hf_config, hf_tensors, write_hf
 from tests.tokenizer import tiny
 
@@ -44,14 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": f"line {i}: the quick brown fox, {i * i} times, def f(x): return x + {i}"}) + "\n"
-                            for i in range(60)))
-    return path
-
-
-def texts(path: Path | None, **changes: Any) -> Texts:
-    return Texts(**{"calibration": path, "num_samples": 8, "max_len": 32, **changes})
+    return write_lines(tmp_path_factory.mktemp("text") / "text.jsonl")
 
 
 def parameters(folder: Path) -> dict[str, bytes]:

@@ -1,7 +1,6 @@
 """convert.quantize --lm_head and --embedding: what is written, against numpy and the dequantised tables; resumed, refused, exported, run."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from convert.quantise import memory, run, vocabulary
 from convert.quantise.calibration import read_windows
 from convert.quantise.grid import GridSpec
 from convert.quantise.methods import METHODS, QuantiseConfig
-from convert.quantise.run import Texts, quantise
+from convert.quantise.run import quantise
 from convert.quantized_checkpoint import write_quantized
 from jaxinfer.checkpoint import read_manifest, read_param
 from jaxinfer.drift import diagnose
 from jaxinfer.engine.load import load, teacher_forced_logits
 from jaxinfer.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
 from jaxinfer.tokenizer import Tokenizer
+from tests.convert.calibration import texts, write_lines
 from tests.convert.checkpoints import D, hf_config, hf_tensors, write_hf
 from tests.tokenizer import tiny
 
@@ -53,14 +53,7 @@ def base(request: pytest.FixtureRequest, tied: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": f"line {i}: the quick brown fox, {i * i} times, def f(x): return x + {i}"}) + "\n"
-                            for i in range(60)))
-    return path
-
-
-def texts(path: Path | None, **changes: Any) -> Texts:
-    return Texts(**{"calibration": path, "num_samples": 8, "max_len": 32, **changes})
+    return write_lines(tmp_path_factory.mktemp("text") / "text.jsonl")
 
 
 def stored_head(folder: Path) -> np.ndarray:
