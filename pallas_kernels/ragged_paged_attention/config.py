@@ -102,6 +102,8 @@ class MosaicConfig:
     """Pages that a block takes at least, so that short rows leave splits empty instead of writing many partial results."""
     stages: int
     """Pages in flight in a block."""
+    swizzle_bytes: int
+    """Width of a tile of keys or values in shared memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,8 @@ class PrefillConfig:
     """Keys in a step of the pipeline: a page or an equal part of one."""
     stages: int
     """Blocks of keys and values in flight."""
+    swizzle_bytes: int
+    """Width of a tile of keys or values in shared memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +202,8 @@ def mosaic_config(spec: AttentionSpec) -> MosaicConfig:
 
     Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90: H 128, pages of 16: (147, 35841),
     (121, 35873); of 32: (143, 68609), (114, 68641); of 64: (183, 69633), (147, 69649); of 96: (227, 103425), (189, 103441); of 128:
-    (239, 137217), (215, 137233). The combination takes 32 registers for up to 16 splits and 90 for 64.
+    (239, 137217), (215, 137233). H 64, pages of 16: (117, 19457), (88, 19489); of 48: (149, 54273), (127, 54305). The combination
+    takes 32 registers for up to 16 splits and 90 for 64.
 
     Splits, H200, context 640 unless said, 28/4 heads, us: 8 rows 9.9 with 5 or 10, 10.7 with 16, 13.6 with 32; 32 rows 17.9 with 2, 19.5
     with 4; 128 rows 46.6 with 1, 52.7 with 2. One row of 32768 keys among 8: 32.9 with 16, 27.9 with 64. 32 rows of 4096, 64/8 heads:
@@ -208,17 +213,28 @@ def mosaic_config(spec: AttentionSpec) -> MosaicConfig:
     long = min(-(-spec.pages_per_seq // MOSAIC_LONG_PAGES), MOSAIC_LONG_BLOCKS // blocks)
     splits = max(1, min(MOSAIC_MAX_SPLITS, spec.pages_per_seq, max(-(-MOSAIC_BLOCKS // blocks), long)))
     stages = max(2, min(MOSAIC_MAX_STAGES, MOSAIC_STAGE_BYTES // _page_bytes(spec)))
-    return MosaicConfig(splits=splits, min_pages=max(1, 128 // spec.page_size), stages=stages)
+    return MosaicConfig(splits=splits, min_pages=max(1, 128 // spec.page_size), stages=stages,
+                        swizzle_bytes=_swizzle_bytes(spec.page_size, spec.head_dim))
 
 
 def mosaic_prefill_config(spec: AttentionSpec) -> PrefillConfig:
     """Tile sizes of kernel_mosaic_prefill.
 
     Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90:
-    H 128, 64 x 32: (221, 51201) and (197, 51225); H 64, 64 x 64: (220, 51201) and (200, 51225). At H 128, 64 x 64 spills on both.
+    H 128, 64 x 32: (221, 51201) and (197, 51225); H 64, 64 x 64: (220, 51201) and (200, 51225); H 64, 64 x 16: (139, 14337) and
+    (111, 14361). At H 128, 64 x 64 spills on both.
     """
     block_kv = 64 if spec.head_dim == 64 and spec.page_size % 64 == 0 else 32 if spec.page_size % 32 == 0 else 16
-    return PrefillConfig(block_q=MOSAIC_PREFILL_BLOCK_Q, block_kv=block_kv, stages=MOSAIC_PREFILL_STAGES)
+    return PrefillConfig(block_q=MOSAIC_PREFILL_BLOCK_Q, block_kv=block_kv, stages=MOSAIC_PREFILL_STAGES,
+                         swizzle_bytes=_swizzle_bytes(block_kv, spec.head_dim))
+
+
+def _swizzle_bytes(num_rows: int, head_dim: int) -> int:
+    """Width of the tiles, of 8 rows each, in which [num_rows, head_dim] 16-bit values are copied to shared memory.
+
+    cp.async deals whole tiles to the four warps as 4 x 1 or 2 x 2: where neither comes out even, tiles of half the width do.
+    """
+    return 128 if num_rows % 32 == 0 or head_dim % 128 == 0 else 64
 
 
 def triton_refusal(spec: AttentionSpec, target: Target) -> str | None:

@@ -10,6 +10,7 @@ them, one block a token and query head. The page pipeline is cp.async on sm_80 a
     later splits                             empty: their part is not written, and the combination does not look at it
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,8 +94,7 @@ def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_win
             return acc, new_m, denom * alpha + jnp.sum(p, axis=1)
 
         # The page's number is read from the table by the pipeline itself, as it fetches.
-        pages = plgpu.BlockSpec((None, None, page_size, head_dim), lambda j: (table_ref[row, start + j], head, 0, 0),
-                                oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+        pages = page_block((page_size, head_dim), lambda j: (table_ref[row, start + j], head, 0, 0), config.swizzle_bytes)
         acc, m, denom = plgpu.emit_pipeline(
             step, grid=(count,), in_specs=[pages, pages], max_concurrent_steps=config.stages,
             init_carry=(constant((group_rows, head_dim), 0, acc_layout), constant((group_rows,), M_FLOOR, row_layout),
@@ -123,6 +123,19 @@ def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_win
         whole if config.splits == 1 else part, out_type=out_type, grid=(num_tokens, num_kv_heads, config.splits),
         grid_names=("token", "head", "split"), kernel_name="paged_decode_attention", scratch_types=[plgpu.SMEM((group_rows, page_size), dtype)],
         interpret=interpret, compiler_params=plgpu.CompilerParams(approx_math=softcap is None))
+
+
+def page_block(shape: tuple[int, int], index: Callable[[jax.Array], tuple[Any, ...]], swizzle_bytes: int) -> Any:
+    """Keys or values of one KV head, 16 bits wide, as a pipeline fetches them from a pool [P, K, Z, H].
+
+    Args:
+      shape: tokens of a page, or of an equal part of one, and H.
+      index: from a step of the pipeline to its block of the pool.
+      swizzle_bytes: width of a tile of 8 rows in shared memory.
+    """
+    tile = 8, swizzle_bytes // 2
+    transforms: tuple[Any, ...] = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle_bytes))  # type: ignore[abstract]
+    return plgpu.BlockSpec((None, None, *shape), index, transforms=transforms, oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
 def _combine_kernel(q: jax.Array, *, config: MosaicConfig, interpret: bool) -> Any:

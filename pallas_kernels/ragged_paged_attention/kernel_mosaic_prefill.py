@@ -20,6 +20,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.mosaic import M_FLOOR, across, constant
 from pallas_kernels.ragged import TILE_FIELDS, query_tiles
 from pallas_kernels.ragged_paged_attention.config import PrefillConfig
+from pallas_kernels.ragged_paged_attention.kernel_mosaic import page_block
 
 
 def prefill_attention(
@@ -108,7 +109,7 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, *, num_tiles: int, scale: flo
             page, part = lax.div(number, jnp.int32(blocks_per_page)), lax.rem(number, jnp.int32(blocks_per_page))
             return table_ref[row, page], kv_head, part, 0
 
-        pages = plgpu.BlockSpec((None, None, block_kv, head_dim), block, oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+        pages = page_block((block_kv, head_dim), block, config.swizzle_bytes)
         acc, _, denom = plgpu.emit_pipeline(
             step, grid=(count,), in_specs=[pages, pages], max_concurrent_steps=config.stages,
             init_carry=(constant((block_q, head_dim), 0, acc_layout), constant((block_q,), M_FLOOR, row_layout),

@@ -8,12 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import ContractError, Target, Unsupported, ragged_paged_attention, ragged_paged_attention_choice, write_kv_pages
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.ragged_paged_attention import config
 from pallas_kernels.ragged_paged_attention.api import IMPLS, attention_spec
-from pallas_kernels.ragged_paged_attention.config import AttentionSpec, mosaic_shared_bytes, triton_refusal, xla_config
+from pallas_kernels.ragged_paged_attention.config import (
+    AttentionSpec,
+    mosaic_config,
+    mosaic_prefill_config,
+    mosaic_shared_bytes,
+    triton_refusal,
+    xla_config,
+)
 from tests.pallas_kernels.paged import A100, CPU, H200, INTERPRETED, REFUSED_HERE, TARGETS, Case, Inputs, check_error_budget, make_inputs
 
 CASES = {
@@ -264,6 +272,29 @@ def test_mosaic_is_chosen_and_fits(target: Target, page_size: int, max_q_len: in
     by_wgmma = target is H200 and max_q_len is None and page_size not in (48, 96)
     assert ragged_paged_attention_choice(spec, target).implementation == ("wgmma" if by_wgmma else "mosaic")
     assert mosaic_shared_bytes(spec) <= 163 * 1024
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("page_size", range(16, 129, 16))
+def test_tiles_of_a_page_are_as_wide_as_four_warps_can_share_them(page_size: int, head_dim: int) -> None:
+    case = dataclasses.replace(GOOD_DECODE, page_size=page_size, head_dim=head_dim)
+    spec = spec_of(case, make_inputs(case))
+    for num_keys, swizzle_bytes in ((page_size, mosaic_config(spec).swizzle_bytes),
+                                    (mosaic_prefill_config(spec).block_kv, mosaic_prefill_config(spec).swizzle_bytes)):
+        assert swizzle_bytes == (64 if head_dim == 64 and num_keys % 32 else 128)
+        rows, columns = num_keys // 8, 2 * head_dim // swizzle_bytes
+        assert rows % 4 == 0 or (rows % 2, columns % 2) == (0, 0)
+
+
+@pytest.mark.parametrize("page_size", (16, 48, 112))
+@pytest.mark.parametrize("max_q_len", (1, None), ids=("decode", "prefill"))
+def test_pages_of_odd_multiples_of_16_can_be_lowered_for_sm_80(page_size: int, max_q_len: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering deals the tiles to the warps and needs no GPU; the interpreter copies without tiles."""
+    monkeypatch.setattr(utils, "_infer_arch", lambda: (8, 0))
+    case = dataclasses.replace(GOOD_DECODE, page_size=page_size, head_dim=64, max_q_len=max_q_len)
+    inputs = make_inputs(case)
+    (mosaic,) = (impl for impl in IMPLS if impl.name == "mosaic")
+    jax.eval_shape(runner(mosaic, A100, case, inputs), *inputs.arrays())
 
 
 WGMMA_REFUSALS = {
