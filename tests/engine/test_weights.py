@@ -28,6 +28,7 @@ def other():
 @pytest.fixture
 def llm(make_llm, tiny_model):
     llm = make_llm(deterministic=True, max_num_seqs=4)
+    llm.update_weights(tiny_model.params)  # what other tests leave may be copies of them: an engine that woke has its own
     yield llm
     assert not llm.engine.weights.is_asleep, "the next test needs it awake"
     llm.update_weights(tiny_model.params)
