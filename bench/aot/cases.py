@@ -99,12 +99,18 @@ def _writes() -> dict[str, Callable[[], Case]]:
 
 
 def _edges() -> dict[str, Callable[[], Case]]:
-    """Calls beyond the named shapes: page sizes, long contexts, windows, caps, float16, the sm_80 prefill kernel on sm_90 too; norms."""
+    """Calls beyond the named shapes: page sizes, long contexts, windows, caps, float16, the sm_80 prefill kernel on sm_90; writes; norms."""
     decode = functools.partial(_attention, 8, 8, 8, 8, 128, 1)
     prefill = functools.partial(_attention, 512, 4, 8, 2, 128, None)
+    decode_64 = functools.partial(_attention, 8, 8, 14, 2, 64, 1)
+    prefill_64 = functools.partial(_attention, 512, 4, 8, 2, 64, None, implementation="mosaic")
     return {
         "kernel-decode-page16": functools.partial(decode, page_size=16),
         "kernel-prefill-page16": functools.partial(prefill, page_size=16),
+        "kernel-decode-h64-page16": functools.partial(decode_64, page_size=16),
+        "kernel-decode-h64-page48": functools.partial(decode_64, page_size=48),
+        "kernel-prefill-h64-page16": functools.partial(prefill_64, page_size=16),
+        "kernel-prefill-h64-page48": functools.partial(prefill_64, page_size=48),
         "kernel-decode-page32-window": functools.partial(decode, page_size=32, sliding_window=1000),
         "kernel-decode-page96-softcap": functools.partial(decode, page_size=96, softcap=30.0),
         "kernel-decode-page128": functools.partial(decode, page_size=128),
@@ -115,7 +121,9 @@ def _edges() -> dict[str, Callable[[], Case]]:
         "kernel-prefill-page32-window": functools.partial(prefill, page_size=32, sliding_window=1000),
         "kernel-prefill-page96-softcap": functools.partial(prefill, page_size=96, softcap=30.0),
         "kernel-prefill-page128-f16": functools.partial(prefill, page_size=128, dtype=jnp.float16),
-        "kernel-prefill-mosaic-window": functools.partial(_attention, 512, 4, 8, 2, 64, None, sliding_window=1000, implementation="mosaic"),
+        "kernel-prefill-mosaic-window": functools.partial(prefill_64, sliding_window=1000),
+        "kernel-rotary-write-m-t4096": functools.partial(_rotary_write, 4096, 1, 32, 32, 128),
+        "kernel-rotary-write-h80-f16-t33": functools.partial(_rotary_write, 33, 2, 8, 1, 80, dtype=jnp.float16),
         "kernel-norm-d3584-residual": functools.partial(_norm, 128, 3584, True),
         "kernel-norm-d896": functools.partial(_norm, 8, 896, False),
         "kernel-norm-d4096": functools.partial(_norm, 8, 4096, False),
@@ -246,9 +254,9 @@ def _gather(num_rows: int, max_len: int) -> Case:
     return Case(function=functools.partial(paged_gather, max_len=max_len), arguments=(pages, pages, table, kv_lens), kernels=())
 
 
-def _rotary_write(num_tokens: int, num_rows: int, heads: int, kv_heads: int, head_dim: int) -> Case:
-    pages, turns = _shape((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim)), _shape((num_tokens, head_dim // 2), np.float32)
-    qkv = _shape((num_tokens, kv_heads, heads // kv_heads + 2, head_dim))
+def _rotary_write(num_tokens: int, num_rows: int, heads: int, kv_heads: int, head_dim: int, *, dtype: Any = jnp.bfloat16) -> Case:
+    pages, turns = _shape((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim), dtype), _shape((num_tokens, head_dim // 2), np.float32)
+    qkv = _shape((num_tokens, kv_heads, heads // kv_heads + 2, head_dim), dtype)
     return Case(function=rotary_kv_write, arguments=(qkv, *[turns] * 4, pages, pages, *_rows(num_rows)), donated=(5, 6),
                 kernels=("rotary_kv_write",))
 

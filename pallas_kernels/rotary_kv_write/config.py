@@ -31,19 +31,25 @@ class RotaryWriteSpec:
 
 MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
 MOSAIC_DTYPES = ("bfloat16", "float16")
-MOSAIC_HALF_STEP = 32      # columns of the narrowest tile that four warps share; a tile holds half a head
-MOSAIC_MAX_BLOCKS = 65536  # one block takes one token of one KV head; where there are more, XLA's wide fusions keep the GPU as busy
+MOSAIC_VECTOR = 8          # values of an access, of 16 bytes; a head holds an even number of them
+MOSAIC_THREADS = 128       # of a block
+MOSAIC_FEW_BLOCKS = 4096   # of one pair of vectors a thread, which keep an H200 busy for about three rounds
+MOSAIC_PAIRS = 2           # a thread has of them where there are more: two take 72 registers, four would take 186
 
 
 def mosaic_refusal(spec: RotaryWriteSpec, target: Target) -> str | None:
     """Why kernel_mosaic cannot (or should not) do a call on a target, or None if it can."""
-    blocks = spec.num_tokens * spec.num_kv_heads
     reasons = (
         (target.platform != "gpu", f"needs an NVIDIA GPU, not {target.platform}"),
         (target.compute_capability not in MOSAIC_CAPABILITIES, f"is built for sm_80 and sm_90, not {target.compute_capability}"),
         (spec.dtype not in MOSAIC_DTYPES, f"is built for {' and '.join(MOSAIC_DTYPES)}, not {spec.dtype}"),
         (spec.dtype != spec.kv_dtype, f"copies without a cast, not {spec.dtype} into {spec.kv_dtype}"),
-        (spec.head_dim % (2 * MOSAIC_HALF_STEP) != 0, f"needs a head dim that is a multiple of {2 * MOSAIC_HALF_STEP}, not {spec.head_dim}"),
-        (blocks > MOSAIC_MAX_BLOCKS, f"is for at most {MOSAIC_MAX_BLOCKS} tokens times KV heads, not {blocks}"),
+        (spec.head_dim % (2 * MOSAIC_VECTOR) != 0, f"needs a head dim that is a multiple of {2 * MOSAIC_VECTOR}, not {spec.head_dim}"),
     )
     return next((reason for refused, reason in reasons if refused), None)
+
+
+def mosaic_block(num_pairs: int) -> int:
+    """How many pairs of vectors, a thread's work, a block takes: one a thread where the GPU has room for all, and else as many as hide the
+    way from memory."""
+    return MOSAIC_THREADS * (MOSAIC_PAIRS if num_pairs > MOSAIC_FEW_BLOCKS * MOSAIC_THREADS else 1)

@@ -10,16 +10,19 @@ import pytest
 
 from pallas_kernels import ContractError, RotaryWriteSpec, Target, rotary_kv_write, rotary_kv_write_choice
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.rotary_kv_write import config, kernel_mosaic
 from pallas_kernels.rotary_kv_write.api import IMPLS, rotary_write_spec
 from tests.pallas_kernels.paged import A100, CPU, TARGETS, Case, Inputs, make_inputs
 
 CASES = {
     "decode": Case(rows=((1, 100), (1, 1), (1, 48)), max_q_len=1),
     "decode_bf16": Case(rows=((1, 65), (0, 0), (1, 1), (1, 64)), num_heads=14, page_size=64, dtype="bfloat16", head_dim=128, num_padding=2),
+    "one_token": Case(rows=((1, 17),), num_heads=28, num_kv_heads=4, dtype="bfloat16", head_dim=128),
     "prefill_f16": Case(rows=((33, 33), (0, 0), (17, 80)), page_size=64, dtype="float16", num_padding=6),
     "one_head_each": Case(rows=((3, 50), (2, 2)), num_heads=2, dtype="bfloat16", head_dim=128),
-    "two_tiles_of_rows": Case(rows=((2, 20), (1, 31)), num_heads=16, num_kv_heads=1, dtype="bfloat16"),
-    "head_dim_80": Case(rows=((3, 50), (2, 2)), head_dim=80),
+    "one_kv_head": Case(rows=((0, 0), (21, 40), (1, 31)), num_heads=8, num_kv_heads=1, dtype="float16"),
+    "only_padding": Case(rows=((0, 0), (0, 16)), num_heads=2, dtype="bfloat16", num_padding=3),
+    "head_dim_80": Case(rows=((3, 50), (2, 2)), dtype="bfloat16", head_dim=80),
     "f32_into_bf16": Case(rows=((20, 20), (1, 31)), kv_dtype="bfloat16"),
 }
 
@@ -54,7 +57,7 @@ def expected(case: Case, inputs: Inputs, arrays: list[jax.Array]) -> tuple[np.nd
                 pools[0][page, head, slot] = turn(qkv[t, head, groups], key_cos[t], key_sin[t])
                 pools[1][page, head, slot] = qkv[t, head, groups + 1]
             t += 1
-    return np.stack(queries).reshape(t, case.num_heads, case.head_dim), *pools
+    return np.asarray(queries).reshape(t, case.num_heads, case.head_dim), *pools
 
 
 def variants() -> list[object]:
@@ -86,6 +89,19 @@ def test_rotates_and_writes_new_tokens_and_nothing_else(
         # One rounding of a float32 result, which may fall to the other side where the float32 sum did.
         tolerance = 1.01 * float(jnp.finfo(dtype).eps)
         np.testing.assert_allclose(np.asarray(part).astype(np.float64), right, rtol=tolerance, atol=4e-6)
+
+
+def test_any_number_of_pairs_a_thread_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(rows=((19, 40), (0, 0), (1, 33)), num_heads=7, num_kv_heads=1, dtype="bfloat16", head_dim=128, num_padding=1)
+    inputs = make_inputs(case)
+    num_valid, results = int(inputs.cu_q_lens[-1]), []
+    for few in (config.MOSAIC_FEW_BLOCKS, 0):
+        monkeypatch.setattr(config, "MOSAIC_FEW_BLOCKS", few)
+        run = jax.jit(functools.partial(kernel_mosaic.rotary_kv_write, interpret=TARGETS["interpreted"].interpret))
+        q, k_pages, v_pages = run(*projections(case, inputs), *inputs.arrays()[1:])
+        results.append([np.asarray(x).view(np.uint16) for x in (q[:num_valid], k_pages[1:], v_pages[1:])])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_every_implementation_is_exercised() -> None:
@@ -120,8 +136,8 @@ def test_choice_is_known_without_running() -> None:
     spec = rotary_write_spec(*arguments())  # type: ignore[arg-type]
     assert rotary_kv_write_choice(spec, CPU).implementation == "xla"
     assert rotary_kv_write_choice(spec, A100).implementation == "mosaic"
-    for change, reason in (({"head_dim": 96}, "needs a head dim that is a multiple of 64, not 96"),
+    assert rotary_kv_write_choice(dataclasses.replace(spec, num_tokens=65536, num_kv_heads=32), A100).implementation == "mosaic"
+    for change, reason in (({"head_dim": 72}, "needs a head dim that is a multiple of 16, not 72"),
                            ({"kv_dtype": "float32"}, "copies without a cast, not bfloat16 into float32"),
-                           ({"dtype": "float32"}, "is built for bfloat16 and float16, not float32"),
-                           ({"num_tokens": 65536}, "is for at most 65536 tokens times KV heads, not 131072")):
+                           ({"dtype": "float32"}, "is built for bfloat16 and float16, not float32")):
         assert rotary_kv_write_choice(dataclasses.replace(spec, **change), A100).rejected == (("mosaic", reason),)
