@@ -4,6 +4,8 @@ Of V vectors, a multiple of 128, thread t has numbers t, t + 128, ...: an array 
 `layout(V, width)`. A vector stands at a row, counted over all dimensions of a GMEM ref but the last, and a column. Rows are uint32, which no
 pool exceeds (2^32 rows of 16 values would take 128 GiB, and there are two pools); elements may be more.
 
+Places that fold to a constant lose their layout on the way into inlined code: they are told it again.
+
 `interpret` picks forms in jax.numpy that Pallas's interpreter knows; it runs one block after the other.
 """
 
@@ -49,7 +51,7 @@ def load(ref: Any, row: jax.Array, column: jax.Array, width: int, *, other: Any 
         return mgpu.FragmentedArray(_registers=np.array(registers, dtype=object), _layout=out.to_mgpu(),
                                     _is_signed=utils.is_signed(ref.dtype))
 
-    return read(refs, places)
+    return read(refs, tuple(plgpu.layout_cast(x, layout(row.shape[0])) for x in places))
 
 
 def store(ref: Any, value: jax.Array, row: jax.Array, column: jax.Array, where: jax.Array, *, interpret: bool) -> None:
@@ -70,7 +72,7 @@ def store(ref: Any, value: jax.Array, row: jax.Array, column: jax.Array, where: 
             with utils.when(where):
                 llvm.store(register, _pointer(target, row, column), alignment=_alignment(register.type))
 
-    write(ref, value, (row, column, where))
+    write(ref, value, tuple(plgpu.layout_cast(x, places) for x in (row, column, where)))
 
 
 def _by_vector(*arrays: Any) -> Any:

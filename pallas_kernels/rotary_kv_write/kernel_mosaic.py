@@ -58,7 +58,7 @@ def rotary_kv_write(
         halves = first, second = [load(qkv_ref, row, at, MOSAIC_VECTOR) for at in columns]
         sin, cos = (load(query, token, column, MOSAIC_VECTOR, other=key, from_other=is_key)
                     for query, key in ((query_sin_ref, key_sin_ref), (query_cos_ref, key_cos_ref)))
-        slot = load(slots_ref, token, plgpu.layout_cast(jnp.zeros_like(token), layout), 1)
+        slot = load(slots_ref, token, jnp.zeros_like(token), 1)
 
         a, b = first.astype(jnp.float32), second.astype(jnp.float32)
         turned = [x.astype(qkv.dtype) for x in (a * cos - b * sin, a * sin + b * cos)]

@@ -28,17 +28,26 @@ class WriteSpec:
 
 
 MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
-MOSAIC_MAX_BLOCKS = 4096  # one block writes one token of one KV head; larger batches fill the GPU better as one scatter
+MOSAIC_VECTOR = {"bfloat16": 8, "float16": 8, "float32": 4}  # values of an access, of 16 bytes; a head holds a whole number of them
+MOSAIC_THREADS = 128       # of a block
+MOSAIC_FEW_BLOCKS = 1024   # of one vector a thread, which the GPU holds all at once
+MOSAIC_VECTORS = 2         # of k and as many of v a thread has where there are more
+MOSAIC_FAN = 8             # parts that a step of the search for a token's row leaves one of
 
 
 def mosaic_refusal(spec: WriteSpec, target: Target) -> str | None:
-    """Why kernel_mosaic cannot (or should not) do a call on a target, or None if it can."""
-    blocks = spec.num_tokens * spec.num_kv_heads
+    """Why kernel_mosaic cannot do a call on a target, or None if it can."""
+    width = MOSAIC_VECTOR[spec.dtype]
     reasons = (
         (target.platform != "gpu", f"needs an NVIDIA GPU, not {target.platform}"),
         (target.compute_capability not in MOSAIC_CAPABILITIES, f"is built for sm_80 and sm_90, not {target.compute_capability}"),
         (spec.dtype != spec.kv_dtype, f"copies without a cast, not {spec.dtype} into {spec.kv_dtype}"),
-        (spec.head_dim % 128 != 0, f"needs a head dim that is a multiple of 128, not {spec.head_dim}"),
-        (blocks > MOSAIC_MAX_BLOCKS, f"is for at most {MOSAIC_MAX_BLOCKS} tokens times KV heads, not {blocks}"),
+        (spec.head_dim % width != 0, f"needs a head dim that is a multiple of {width}, not {spec.head_dim}"),
     )
     return next((reason for refused, reason in reasons if refused), None)
+
+
+def mosaic_block(num_vectors: int) -> int:
+    """How many vectors of k, and as many of v, a block takes: one a thread where the GPU has room for all, and else as many as hide the
+    way from memory."""
+    return MOSAIC_THREADS * (MOSAIC_VECTORS if num_vectors > MOSAIC_FEW_BLOCKS * MOSAIC_THREADS else 1)

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import ContractError, Target, ragged_paged_attention, write_kv_pages, write_kv_pages_choice
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.write_kv_pages import config, kernel_mosaic
 from pallas_kernels.write_kv_pages.api import IMPLS, write_spec
 from pallas_kernels.write_kv_pages.config import WriteSpec
 from tests.pallas_kernels.paged import A100, CPU, TARGETS, Case, Inputs, make_inputs
@@ -20,6 +21,12 @@ CASES = {
     "decode_h128": Case(rows=((1, 65), (0, 0), (1, 1), (1, 64)), page_size=64, dtype="bfloat16", head_dim=128, num_padding=2, max_q_len=1),
     "f16_edges": Case(rows=((0, 5), (16, 16), (17, 33), (0, 0)), dtype="float16", num_padding=1, page_size=32),
     "head_dim_80": Case(rows=((3, 50), (2, 2)), head_dim=80),
+    "head_dim_80_f16": Case(rows=((15, 31), (2, 2)), num_kv_heads=1, head_dim=80, dtype="float16", num_padding=3),
+    "head_dim_8": Case(rows=((0, 0), (49, 70), (1, 33)), num_kv_heads=1, head_dim=8, dtype="bfloat16", page_size=48),
+    "one_vector": Case(rows=((1, 17),), num_kv_heads=1, head_dim=8, dtype="bfloat16"),
+    "one_row_kv_heads_32": Case(rows=((21, 40),), num_kv_heads=32, head_dim=128, dtype="bfloat16", page_size=32, num_padding=1),
+    "rows_of_three_searches": Case(rows=((0, 0), *((1, 5),) * 30, (0, 9), (0, 0), (3, 18), *((0, 0),) * 36), dtype="float16", num_padding=2),
+    "only_padding": Case(rows=((0, 0), (0, 16)), dtype="bfloat16", num_padding=35),
     "f32_into_bf16": Case(rows=((20, 20), (1, 31)), kv_dtype="bfloat16"),
 }
 
@@ -63,6 +70,17 @@ def test_writes_new_tokens_and_nothing_else(case: Case, spec: WriteSpec, impl: I
         assert got.dtype == expected.dtype
         assert np.asarray(got[1:]).tobytes() == np.asarray(second[1:]).tobytes()  # the null page takes the padding, in any order
         np.testing.assert_array_equal(np.asarray(got[1:]).view(np.uint8), np.asarray(expected[1:]).view(np.uint8))
+
+
+def test_any_number_of_vectors_a_thread_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(rows=((19, 40), (0, 0), (1, 33)), num_kv_heads=7, dtype="bfloat16", head_dim=128, num_padding=1)
+    inputs, results = make_inputs(case), []
+    for few in (config.MOSAIC_FEW_BLOCKS, 0):
+        monkeypatch.setattr(config, "MOSAIC_FEW_BLOCKS", few)
+        run = jax.jit(functools.partial(kernel_mosaic.write_kv_pages, interpret=TARGETS["interpreted"].interpret))
+        results.append([np.asarray(x[1:]).view(np.uint16) for x in run(*new_tokens(case, inputs), *inputs.arrays()[1:])])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_every_implementation_is_exercised() -> None:
@@ -115,7 +133,9 @@ def test_contract_errors_name_both_shapes(changes: dict[str, object], message: s
 def test_choice_is_known_without_running() -> None:
     spec = write_spec(*arguments())  # type: ignore[arg-type]
     assert write_kv_pages_choice(spec, CPU).implementation == "xla"
-    assert write_kv_pages_choice(spec, A100).rejected == (("mosaic", "needs a head dim that is a multiple of 128, not 64"),)
-    assert write_kv_pages_choice(dataclasses.replace(spec, head_dim=128), A100).implementation == "mosaic"
-    long = dataclasses.replace(spec, head_dim=128, num_tokens=8192)
-    assert "at most 4096 tokens times KV heads, not 16384" in str(write_kv_pages_choice(long, A100))
+    assert write_kv_pages_choice(spec, A100).implementation == "mosaic"
+    assert write_kv_pages_choice(dataclasses.replace(spec, num_tokens=65536, num_kv_heads=32), A100).implementation == "mosaic"
+    for change, reason in (({"head_dim": 6}, "needs a head dim that is a multiple of 4, not 6"),
+                           ({"head_dim": 12, "dtype": "float16", "kv_dtype": "float16"}, "needs a head dim that is a multiple of 8, not 12"),
+                           ({"kv_dtype": "bfloat16"}, "copies without a cast, not float32 into bfloat16")):
+        assert write_kv_pages_choice(dataclasses.replace(spec, **change), A100).rejected == (("mosaic", reason),)
