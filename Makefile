@@ -106,30 +106,27 @@ gpu-check:
 
 # Small cases of our own kernels, natively: under the sanitizer one takes many times as long. A process a file, so that what ends one ends
 # no other; pytest leaves with 5 where a file has no such case.
-SANITIZE ?= (mosaic or wgmma) and (one_token or tail_of_n or group32 or tail_of_m or decode_bf16_gqa7 or prefill_bf16_odd \
+SANITIZE ?= (mosaic or wgmma or stream) and (one_token or tail_of_n or group32 or tail_of_m or decode_bf16_gqa7 or prefill_bf16_odd \
   or mixed_bf16_gqa3 or bf16_h128_gqa3 or bf16_residual or decode_bf16 or prefill_bf16_page16 or prefill_f16 or decode_h128)
 SANITIZERS ?= memcheck racecheck
-# Time of a file, after which it is killed and the others go on: under the sanitizer a kernel may hang without a word. Killed, since where the
-# sanitizer alone gives in to a milder signal, the tests behind it keep the pipe open.
+# Time of a file, after which it ends itself and says where it stood: under the sanitizer a kernel may hang without a word. What does not even
+# end itself is killed 20 s later; its output goes to a file, for a pipe would wait for whoever still holds it.
 SANITIZE_SECONDS ?= 240
 .PHONY: gpu-sanitize
 gpu-sanitize: export JAX_PLATFORMS := cuda,cpu
 gpu-sanitize: export XLA_PYTHON_CLIENT_PREALLOCATE := false
-gpu-sanitize: export SANITIZED := $(or $(GPU_PYTHON),$(VENV_GPU)/bin/python) -m pytest -v -p no:cacheprovider -k '$(SANITIZE)'
+gpu-sanitize: export SANITIZED := $(or $(GPU_PYTHON),$(VENV_GPU)/bin/python) -c 'import faulthandler, os, pytest, sys; \
+  faulthandler.dump_traceback_later($(SANITIZE_SECONDS), exit=True, file=os.fdopen(os.dup(2), "w")); sys.exit(pytest.main(sys.argv[1:]))' \
+  -v -p no:cacheprovider -k '$(SANITIZE)'
 gpu-sanitize: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
 	@command -v compute-sanitizer >/dev/null || { echo 'make gpu-sanitize: compute-sanitizer, of the CUDA toolkit, is not on PATH' >&2; exit 1; }
 	@failed=; for arch in '' 80; do for tool in $(SANITIZERS); do \
 	  echo "compute-sanitizer, $$tool$${arch:+, on the path that sm_80 takes}"; \
 	  export JAXINFER_TEST_ARCH=$$arch TOOL=$$tool; \
 	  ls tests/pallas_kernels/test_*.py | xargs -P $(or $(GPU_WORKERS),1) -I FILE bash -c \
-	    'out=$$(eval timeout -s KILL $(SANITIZE_SECONDS) compute-sanitizer --tool $$TOOL --error-exitcode 9 $$SANITIZED FILE 2>&1); \
-	     case $$? in \
-	       0) ;; \
-	       5) exit 0 ;; \
-	       137) echo "FILE: killed after $(SANITIZE_SECONDS) s, in the last of these cases"; tail -n 5 <<<"$$out"; exit 1 ;; \
-	       *) echo "$$out"; failed=1 ;; \
-	     esac; \
-	     echo "FILE: $$(grep -E "^=.* (passed|failed|error)|SUMMARY" <<<"$$out" | paste -sd\ )"; [ -z "$$failed" ]' || failed=1; \
+	    'out=$$(mktemp); eval timeout -s KILL $$(($(SANITIZE_SECONDS) + 20)) compute-sanitizer --tool $$TOOL --error-exitcode 9 $$SANITIZED FILE \
+	       >$$out 2>&1; code=$$?; if [ $$code = 5 ]; then exit 0; fi; if [ $$code != 0 ]; then cat $$out; fi; \
+	     echo "FILE: $$(grep -E "^=.* (passed|failed|error)|SUMMARY|^Timeout" $$out | paste -sd\ ) (exit $$code)"; exit $$code' || failed=1; \
 	done; done; [ -z "$$failed" ]
 
 # What bench/results has of this GPU: kernels beside their peers, on one newer than sm_80 also on the path that an A100 takes.

@@ -87,6 +87,21 @@ def clear_rows(ref: Any, num_kept: jax.Array) -> None:
     ref[...] = jnp.where(row < num_kept, plgpu.load(ref, layout=layout, optimized=False), jnp.zeros((), ref.dtype))
 
 
+def meet(number: jax.Array | int, num_warpgroups: int) -> None:
+    """Waits until all threads of so many warpgroups have come here with this number, a block's count of warpgroups or more and below 15.
+
+    A barrier of the hardware's: on sm_80 plgpu.barrier_wait spins, with every thread.
+    """
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+    def wait(ctx: Any, number: Any) -> None:
+        word = ir.IntegerType.get_signless(32)
+        number = number.registers.item() if isinstance(number, mgpu.FragmentedArray) else number
+        # 0 is the whole block's, the next ones are those of single warpgroups.
+        llvm.inline_asm(None, [arith.addi(number, utils.c(1, word))], f"bar.sync $0, {128 * num_warpgroups};", "r", has_side_effects=True)
+
+    wait(jnp.int32(number))
+
+
 def as_lhs(p: jax.Array, *, interpret: bool) -> jax.Array:
     """A 16-bit array [64 k, C] in MMA_ACC as the left operand of the next product: the same registers under another name."""
     if interpret:

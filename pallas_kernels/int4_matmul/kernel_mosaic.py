@@ -161,11 +161,15 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             sums_smem[mine, member - 1] = acc
 
         pl.when(member > 0)(hand_over)
-        plgpu.barrier_arrive(barriers[-1].at[mine])
+        if copies_async:
+            mosaic.meet(num_threads + mine, config.warpgroups)
+        else:
+            plgpu.barrier_arrive(barriers[-1].at[mine])
 
         @pl.when(member == 0)
         def _() -> None:
-            plgpu.barrier_wait(barriers[-1].at[mine])
+            if not copies_async:
+                plgpu.barrier_wait(barriers[-1].at[mine])
             finish(acc)
 
     transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
@@ -174,8 +178,8 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                plgpu.SMEM((*ring, block_m, TILE_K), dtype, transforms=transforms),
                plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, 8, 8), jnp.float32),
                *parameters.scratch(config, scales, num_tiles=num_tiles, has_zeros=has_zeros),
-               *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=num_threads * stages)]),
-               plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)]
+               *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=num_threads * stages),
+                                          plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.strips)])]
     return mosaic.kernel(
         body, out_type=out, grid=(-(-num_strips // config.strips), config.splits, -(-out.shape[-2] // block_m)),
         grid_names=("block", "split", "token"), num_threads=num_threads, thread_name="warpgroup",
