@@ -77,24 +77,25 @@ def all_cases() -> dict[str, Callable[[], Case]]:
     cases["step-decode-q-b8-2gpus"] = functools.partial(_shared_step, _first_layers("Q", 4), 8, num_devices=2)
     cases["burst-decode-q-b8"] = functools.partial(_burst, _first_layers("Q", 4), 8, num_steps=8)
     few = quantized(_first_layers("Q", 4), "int4")
-    for rows in (8, 32):
-        cases[f"step-decode-q-int4-b{rows}"] = functools.partial(_step, few, rows, rows, True, kernels=("int4_matmul",))
+    for rows, kernel in ((1, "int4_matmul_stream"), (8, "int4_matmul"), (32, "int4_matmul")):
+        cases[f"step-decode-q-int4-b{rows}"] = functools.partial(_step, few, rows, rows, True, kernels=(kernel,))
     cases["step-prefill-q-int4-t2048"] = functools.partial(_step, few, 2048, 8, False)
     cases["burst-decode-q-int4-b8"] = functools.partial(_burst, few, 8, num_steps=8, kernels=("int4_matmul",))
     return cases
 
 
 def _writes() -> dict[str, Callable[[], Case]]:
-    """Keys and values into pages: by our kernel up to 4096 tokens times KV heads, else, and at a head dim of 64, by XLA's scatters in place."""
-    kernel = functools.partial(_write, kernels=("write_kv_pages",))
+    """Keys and values into pages: by our kernel, and by XLA's scatters, which take what needs a cast and must be in place too."""
     return {
-        "kernel-write-q-t32": functools.partial(kernel, 32, 32, 4, 128),
-        "kernel-write-q-t1024": functools.partial(kernel, 1024, 8, 4, 128),
-        "kernel-write-m-t32": functools.partial(kernel, 32, 32, 32, 128),
-        "pages-write-q-t2048": functools.partial(_write, 2048, 8, 4, 128),
-        "pages-write-m-t2048": functools.partial(_write, 2048, 8, 32, 128),
-        "pages-write-h64-t32": functools.partial(_write, 32, 32, 2, 64),
-        "pages-write-h64-t2048": functools.partial(_write, 2048, 8, 2, 64),
+        "kernel-write-q-t32": functools.partial(_write, 32, 32, 4, 128),
+        "kernel-write-q-t1024": functools.partial(_write, 1024, 8, 4, 128),
+        "kernel-write-q-t4096": functools.partial(_write, 4096, 1, 4, 128),
+        "kernel-write-m-t32": functools.partial(_write, 32, 32, 32, 128),
+        "kernel-write-m-t128": functools.partial(_write, 128, 128, 32, 128),
+        "kernel-write-m-t4096": functools.partial(_write, 4096, 1, 32, 128),
+        "kernel-write-h64-t2048": functools.partial(_write, 2048, 8, 2, 64),
+        "kernel-write-h80-f16-t33": functools.partial(_write, 33, 2, 1, 80, dtype=jnp.float16),
+        "pages-write-m-t2048": functools.partial(_write, 2048, 8, 32, 128, implementation="xla"),
     }
 
 
@@ -123,6 +124,7 @@ def _edges() -> dict[str, Callable[[], Case]]:
         "kernel-prefill-page128-f16": functools.partial(prefill, page_size=128, dtype=jnp.float16),
         "kernel-prefill-mosaic-window": functools.partial(prefill_64, sliding_window=1000),
         "kernel-rotary-write-m-t4096": functools.partial(_rotary_write, 4096, 1, 32, 32, 128),
+        "kernel-rotary-write-h16-t33": functools.partial(_rotary_write, 33, 2, 4, 2, 16),
         "kernel-rotary-write-h80-f16-t33": functools.partial(_rotary_write, 33, 2, 8, 1, 80, dtype=jnp.float16),
         "kernel-norm-d3584-residual": functools.partial(_norm, 128, 3584, True),
         "kernel-norm-d896": functools.partial(_norm, 8, 896, False),
@@ -155,6 +157,14 @@ def _int4() -> dict[str, Callable[[], Case]]:
     tokens = {"qkv": (8, 16, 64), "o": (8, 64), "gate-up": (8, 32, 64, 256), "down": (8, 128, 256), "m-qkv": (8,), "m-o": (8,),
               "m-gate-up": (8,), "m-down": (8, 64)}
     cases = {f"kernel-int4-{name}-t{m}": of(m, *matrices[name]) for name, ms in tokens.items() for m in ms}
+    one = functools.partial(of, 1, kernels=("int4_matmul_stream",))
+    cases |= {f"kernel-int4-{name}-t1": one(*matrices[name]) for name in ("qkv", "o", "down", "m-qkv", "m-down")}
+    cases |= {f"kernel-int4-{name}-swiglu-t1": one(*matrices[name], activation="swiglu") for name in ("gate-up", "m-gate-up")}
+    cases |= {
+        "kernel-int4-group64-t1": one(3584, 4608, group_size=64),
+        "kernel-int4-symmetric-column-bias-t1": one(3584, 4608, group_size=3584, zeros=False, bias=True),
+        "kernel-int8-f16-t1": one(3584, 4608, bits=8, dtype=jnp.float16),
+    }
     for m in (8, 64):
         cases |= {
             f"kernel-int4-group64-t{m}": of(m, 3584, 4608, group_size=64),
@@ -216,11 +226,11 @@ def _flash(length: int, head_dim: int, *, lengths: bool = False, segments: bool 
 
 
 def _int4_matmul(m: int, k: int, n: int, *, bits: int = 4, group_size: int = 128, zeros: bool = True, bias: bool = False,
-                 dtype: Any = jnp.bfloat16, kernels: tuple[str, ...] = ("int4_matmul",)) -> Case:
+                 dtype: Any = jnp.bfloat16, activation: str | None = None, kernels: tuple[str, ...] = ("int4_matmul",)) -> Case:
     groups = (k // group_size, n)
 
     def run(x: jax.Array, packed: jax.Array, scales: jax.Array, zeros: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-        return int4_matmul(x, packed, scales, zeros, bias=bias, group_size=group_size, bits=bits)
+        return int4_matmul(x, packed, scales, zeros, bias=bias, group_size=group_size, bits=bits, activation=activation)
 
     return Case(function=run, kernels=kernels, arguments=(
         _shape((m, k), dtype), _shape(packed_shape(k, n, bits=bits), np.int16), _shape(groups, jnp.float16),
@@ -261,9 +271,12 @@ def _rotary_write(num_tokens: int, num_rows: int, heads: int, kv_heads: int, hea
                 kernels=("rotary_kv_write",))
 
 
-def _write(num_tokens: int, num_rows: int, kv_heads: int, head_dim: int, *, kernels: tuple[str, ...] = ()) -> Case:
-    pages, new = _shape((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim)), _shape((num_tokens, kv_heads, head_dim))
-    return Case(function=write_kv_pages, arguments=(new, new, pages, pages, *_rows(num_rows)), donated=(2, 3), kernels=kernels)
+def _write(num_tokens: int, num_rows: int, kv_heads: int, head_dim: int, *, dtype: Any = jnp.bfloat16,
+           implementation: str = "mosaic") -> Case:
+    pages, new = _shape((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim), dtype), _shape((num_tokens, kv_heads, head_dim), dtype)
+    return Case(function=functools.partial(write_kv_pages, implementation=implementation),
+                arguments=(new, new, pages, pages, *_rows(num_rows)), donated=(2, 3),
+                kernels=("write_kv_pages",) if implementation == "mosaic" else ())
 
 
 def _step(config: ModelConfig, num_tokens: int, num_rows: int, decode_only: bool, *, kernels: tuple[str, ...] = ()) -> Case:

@@ -14,7 +14,7 @@ from pallas_kernels.int4_matmul.api import IMPLS, matmul_spec
 
 OP = "int4"
 GROUP_SIZE = 128
-SHAPES = {"qkv": (3584, 4608), "o": (3584, 3584), "gate+up": (3584, 37888), "down": (18944, 3584), "up": (3584, 18944)}  # k, n
+SHAPES = {"up": (3584, 18944), "qkv": (3584, 4608), "o": (3584, 3584), "gate+up": (3584, 37888), "down": (18944, 3584)}  # k, n
 NUM_TOKENS = (1, 16, 64, 256, 2048, 4096)
 GOALS = {  # us on an H200
     ("up", 1): (12, 10), ("up", 16): (13, 11), ("up", 64): (18, None), ("up", 256): (50, None), ("qkv", 1): (5, 4), ("o", 1): (5, 4)}
@@ -37,8 +37,8 @@ def _items(settings: Settings, shape: str, m: int, k: int, n: int) -> Iterator[I
     goal = None if is_sm_80(settings) or (shape, m) not in GOALS else Goal(must=GOALS[shape, m][0], reach=GOALS[shape, m][1], unit="us")
     x, packed, scales, zeros = jax.eval_shape(lambda: make(0))
     spec = matmul_spec(x, packed, scales, zeros, None, group_size=GROUP_SIZE, bits=4, out_dtype=None)
-    far = [impl for impl, is_far in (("xla", m not in (1, 64, 2048)), ("wgmma", m < 16), ("mosaic", m > 256), ("dequantize", m < 256))
-           if is_far]
+    far = [impl for impl, is_far in (("xla", m not in (1, 64, 2048)), ("wgmma", m < 16), ("mosaic", m > 256), ("dequantize", m < 256),
+                                     ("stream", m > 1)) if is_far]
     for impl in supported(OP, name, IMPLS, spec, settings, ("reference",) if settings.tiny else ("reference", *far)):
         yield impl if isinstance(impl, LeftOut) else base(implementation=impl, make=make, goal=None if impl == "xla" else goal,
                                                           function=functools.partial(_matmul, name=impl))

@@ -30,16 +30,22 @@ from bench.kernels.int4 import SHAPES as ALL_SHAPES
 from bench.kernels.running import FAILURES, reason_of
 from pallas_kernels import int4_matmul
 from pallas_kernels.dispatch import Target, current_target
-from pallas_kernels.int4_matmul import kernel_dequantize, kernel_mosaic, kernel_wgmma
+from pallas_kernels.int4_matmul import kernel_dequantize, kernel_mosaic, kernel_stream, kernel_wgmma
 from pallas_kernels.int4_matmul.api import matmul_spec
 from pallas_kernels.int4_matmul.config import (
     WGMMA_CAPABILITIES,
     WGMMA_WARPGROUPS,
     MatmulSpec,
     MosaicConfig,
+    StreamConfig,
     WgmmaConfig,
     mosaic_config,
     mosaic_shared_bytes,
+    stream_candidates,
+    stream_config,
+    stream_cycles,
+    stream_refusal,
+    stream_shared_bytes,
     wgmma_config,
     wgmma_shared_bytes,
     xla_strip_tiles,
@@ -51,9 +57,12 @@ _PROCESSES = flags.DEFINE_integer("processes", 10, "Of them at a time.", lower_b
 _NAME = flags.DEFINE_string("name", "int4-sweep", "Name of the result file.")
 _FOLDER = flags.DEFINE_string("folder", None, "Where the result file goes; default: bench/results.")
 
+type Tiles = MosaicConfig | StreamConfig | WgmmaConfig
+
 ROTATE_BYTES = 192 * 2**20
 ROUNDS = 2          # of all sets of operands, in a profile
 LAUNCH_US = 1.5     # from the end of a kernel to the start of the next in a captured graph, which a profile's busy time leaves out
+STREAM_TRIES = 14   # of kernel_stream's tiles, those that should be quickest
 MOST_MOSAIC_M, LEAST_WGMMA_M, LEAST_DEQUANTIZED_M = 64, 16, 256  # where each is tried
 # By m, in the order of config.py's tables: of kernel_mosaic for few tokens, of kernel_wgmma for more. What does not fit is passed over.
 MOSAIC = {8: ((5, 1, 3, 1), (5, 1, 2, 1), (4, 1, 4, 1), (1, 1, 2, 5), (4, 2, 3, 1), (2, 5, 3, 1), (1, 1, 3, 5), (2, 1, 3, 1), (1, 9, 4, 4),
@@ -67,8 +76,16 @@ WGMMA = {32: ((5, 1, 1, 3, 4, 256), (5, 1, 1, 3, 4, 128), (5, 1, 1, 2, 4, 256), 
          256: ((2, 1, 1, 4, 4, 64), (1, 1, 1, 4, 4, 64), (2, 1, 4, 4, 4, 64))}
 
 
-def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, MosaicConfig | WgmmaConfig | None]]:
+def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, Tiles | None]]:
     """(table, tiles) that fit the device, first what the op takes by itself. Around the crossings both sides, whichever the op takes."""
+    if stream_refusal(spec, target) is None:
+        def weight(config: StreamConfig) -> tuple[int, ...]:
+            return stream_cycles(spec, target, config), -config.depth
+
+        fitting = (c for c in dict.fromkeys(stream_candidates(spec)) if stream_shared_bytes(spec, c) <= target.shared_memory_bytes)
+        streams = sorted(fitting, key=weight)
+        for stream in dict.fromkeys((stream_config(spec, target), *streams[:STREAM_TRIES])):
+            yield "STREAM_MEASURED", stream
     if spec.m <= MOST_MOSAIC_M:
         own = mosaic_config(spec, target)
         tried = [own, *(dataclasses.replace(own, warpgroups=w, splits=p, stages=t, strips=s) for w, p, t, s in MOSAIC.get(spec.m, ()))]
@@ -87,21 +104,23 @@ def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, MosaicConfi
         yield "dequantize", None
 
 
-def tiles_of(config: MosaicConfig | WgmmaConfig | None) -> tuple[int, ...]:
+def tiles_of(config: Tiles | None) -> tuple[int, ...]:
     """As in config.py's tables."""
     if config is None:
         return ()
+    if isinstance(config, StreamConfig):
+        return config.columns, config.places, config.warpgroups, config.splits, config.depth
     if isinstance(config, MosaicConfig):
         return config.warpgroups, config.splits, config.stages, config.strips
     return config.strips, config.warpgroups, config.splits, config.stages, config.token_stages, config.place_k
 
 
-def function_of(table: str, spec: MatmulSpec, config: MosaicConfig | WgmmaConfig | None, target: Target) -> Callable[..., jax.Array]:
+def function_of(table: str, spec: MatmulSpec, config: Tiles | None, target: Target) -> Callable[..., jax.Array]:
     """The product with these tiles."""
     if config is None:
         return functools.partial(kernel_dequantize.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype,
                                  strip_tiles=xla_strip_tiles(spec, target), interpret=False)
-    kernel: Any = {"MOSAIC_MEASURED": kernel_mosaic, "WGMMA_MEASURED": kernel_wgmma}[table]
+    kernel: Any = {"STREAM_MEASURED": kernel_stream, "MOSAIC_MEASURED": kernel_mosaic, "WGMMA_MEASURED": kernel_wgmma}[table]
     return functools.partial(kernel.int4_matmul, bits=spec.bits, out_dtype=spec.out_dtype, config=config, interpret=False)
 
 
@@ -113,7 +132,7 @@ def try_all(shape: str, m: int, lock: str) -> list[dict[str, Any]]:
     expected = int4_matmul(*sets[0][:4], group_size=GROUP_SIZE, implementation="xla")
     lines: list[dict[str, Any]] = []
     for table, config in configs(spec, current_target()):
-        line = {"shape": shape, "m": m, "table": table, "key": [k, n, m if config is None else config.block_m], "tiles": list(tiles_of(config))}
+        line = {"shape": shape, "m": m, "table": table, "key": [k, n, getattr(config, "block_m", m)], "tiles": list(tiles_of(config))}
         try:
             compiled = jax.jit(function_of(table, spec, config, current_target())).lower(*sets[0]).compile()
             with open(lock, "w") as held:

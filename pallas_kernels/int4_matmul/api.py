@@ -27,6 +27,9 @@ from pallas_kernels.int4_matmul.config import (
     mosaic_config,
     mosaic_loss,
     mosaic_refusal,
+    stream_config,
+    stream_loss,
+    stream_refusal,
     wgmma_config,
     wgmma_loss,
     wgmma_refusal,
@@ -45,8 +48,9 @@ def int4_matmul(
     bits: int = 4,
     bias: jax.Array | None = None,   # [n]
     out_dtype: Any = None,
+    activation: str | None = None,
     implementation: str | None = None,
-) -> jax.Array:                      # [m, n]
+) -> jax.Array:                      # [m, n], or [m, n / 2]
     """Product with weights of 4 or 8 bits that share a scale, and maybe a zero point, by groups along k.
 
         out[i, j] = bias[j] + sum over l of x[i, l] * (q[l, j] - z[g, j]) * float32(scale[g, j]),    g = l // group_size
@@ -66,20 +70,33 @@ def int4_matmul(
       bits: 4 or 8.
       bias: [n] in any float dtype.
       out_dtype: dtype of the output; None: x's.
+      activation: None, or 'swiglu' for silu(gate) * up of the product's halves along n, gate first: in the kernel where that pays, else
+        behind it, by then rounded to out_dtype.
       implementation: name of the only implementation to use, which then never falls back. None: the first that can.
     Returns:
-      [m, n] out_dtype.
+      [m, n] out_dtype, with an activation [m, n / 2].
     Raises:
       ContractError: shapes, dtypes or static values that break the contract.
       Unsupported: the implementation asked for cannot do the case.
     Source: group-wise weights as in 'GPTQ', https://arxiv.org/abs/2210.17323, section 'Practical speedups', and 'AWQ',
       https://arxiv.org/abs/2306.00978, section 4.
     """
-    spec = matmul_spec(x, packed, scales, zeros, bias, group_size=group_size, bits=bits, out_dtype=out_dtype)
+    spec = matmul_spec(x, packed, scales, zeros, bias, group_size=group_size, bits=bits, out_dtype=out_dtype, activation=activation)
     target = current_target()
     choice, impl = choose(OP, IMPLS, spec, target, implementation)
     with implementation_scope(OP, choice.implementation):
-        return traced_once(impl.run, spec=spec, target=target)(x, packed, scales, zeros, bias)
+        return activated(traced_once(impl.run, spec=spec, target=target)(x, packed, scales, zeros, bias), spec)
+
+
+def activated(out: jax.Array, spec: MatmulSpec) -> jax.Array:
+    """The result of a call from what its implementation gave, which has [m, n / 2] already where its kernel activates."""
+    half = spec.n // 2
+    return out if spec.activation is None or out.shape[1] == half else swiglu(out[:, :half], out[:, half:])
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, silu in float32 and rounded to up's dtype before the product. Source: https://arxiv.org/abs/2002.05202, eq. 6."""
+    return jax.nn.silu(gate.astype(jnp.float32)).astype(up.dtype) * up
 
 
 def int4_matmul_choice(spec: MatmulSpec, target: Target | None = None, *, implementation: str | None = None) -> Choice:
@@ -99,7 +116,7 @@ def int4_matmul_choice(spec: MatmulSpec, target: Target | None = None, *, implem
 
 
 def matmul_spec(x: ArrayLike, packed: ArrayLike, scales: ArrayLike, zeros: ArrayLike | None, bias: ArrayLike | None, *, group_size: int,
-                bits: int, out_dtype: Any) -> MatmulSpec:
+                bits: int, out_dtype: Any, activation: str | None = None) -> MatmulSpec:
     """The static facts of a call, validated.
 
     Raises:
@@ -129,8 +146,12 @@ def matmul_spec(x: ArrayLike, packed: ArrayLike, scales: ArrayLike, zeros: Array
         out = repr(out_dtype)
     if out not in FLOAT_DTYPES:
         raise ContractError(f"{OP}: out_dtype = {out}: must be one of {', '.join(FLOAT_DTYPES)}, or None for x's.")
+    if activation not in (None, "swiglu"):
+        raise ContractError(f"{OP}: activation = {activation!r}: must be 'swiglu', or None for the product itself.")
+    if activation is not None and n % 2:
+        raise ContractError(f"{OP}: activation = {activation!r} takes the halves of n = {n} columns: n must be even.")
     return MatmulSpec(m=m, k=k, n=n, group_size=group_size, bits=bits, x_dtype=dtype_name(x), scale_dtype=dtype_name(scales),
-                      zero_dtype=None if zeros is None else dtype_name(zeros), has_bias=bias is not None, out_dtype=out)
+                      zero_dtype=None if zeros is None else dtype_name(zeros), has_bias=bias is not None, out_dtype=out, activation=activation)
 
 
 @lowered_once
@@ -138,6 +159,14 @@ def _run_mosaic(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> 
     from pallas_kernels.int4_matmul import kernel_mosaic  # late: Pallas takes as long as jax to import
 
     return kernel_mosaic.int4_matmul(*arrays, bits=spec.bits, out_dtype=spec.out_dtype, config=mosaic_config(spec, target),
+                                     interpret=target.interpret)
+
+
+@lowered_once
+def _run_stream(*arrays: Any, spec: MatmulSpec, target: Target) -> jax.Array:
+    from pallas_kernels.int4_matmul import kernel_stream  # late, as above
+
+    return kernel_stream.int4_matmul(*arrays, bits=spec.bits, out_dtype=spec.out_dtype, config=stream_config(spec, target),
                                      interpret=target.interpret)
 
 
@@ -175,6 +204,8 @@ IMPLS: tuple[Implementation[MatmulSpec], ...] = (
                    pays=wgmma_loss, run=_run_wgmma),
     Implementation(name="dequantize", reason="many tokens: weights dequantised whole, then XLA's dot",
                    supports=supports_unless(dequantize_refusal), pays=dequantize_loss, run=_run_dequantize),
+    Implementation(name="stream", reason="one or two tokens by mma, each warp at its own pace, sm_80 and sm_90",
+                   supports=supports_unless(stream_refusal), pays=stream_loss, run=_run_stream),
     Implementation(name="mosaic", reason="few tokens by mma, sm_80 and sm_90", supports=supports_unless(mosaic_refusal), pays=mosaic_loss,
                    run=_run_mosaic),
     Implementation(name="xla", reason="dequantised by strips, then XLA's dot; any shape, CPU and GPU", supports=supports_all, run=_run_xla),

@@ -24,21 +24,27 @@ from pallas_kernels import (
     unpack,
 )
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.int4_matmul.api import IMPLS, matmul_spec
+from pallas_kernels.int4_matmul.api import IMPLS, activated, matmul_spec
 from pallas_kernels.int4_matmul.config import (
     MOSAIC_MEASURED,
+    STREAM_MEASURED,
+    STREAM_MOST_STEPS,
     WGMMA_MEASURED,
     WGMMA_WARPGROUPS,
     WgmmaConfig,
     mosaic_config,
     mosaic_shared_bytes,
+    stream_config,
+    stream_shared_bytes,
+    stream_steps,
+    stream_tiles,
     wgmma_config,
     wgmma_shared_bytes,
     xla_strip_tiles,
 )
 from tests.pallas_kernels.paged import A100, CPU, H200, INTERPRETED, ON_SM_80, REFUSED_HERE, TARGETS
 
-KERNELS = ("dequantize", "mosaic", "wgmma")
+KERNELS = ("dequantize", "mosaic", "stream", "wgmma")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,8 +277,10 @@ def choice(m: int, target: Target, implementation: str | None = None, **changes:
 
 
 def test_choice_is_known_without_running() -> None:
-    assert [choice(m, H200) for m in (1, 16, 64, 256, 4096)] == ["mosaic", "mosaic", "wgmma", "wgmma", "dequantize"]
-    assert [choice(m, A100) for m in (1, 64, 4096)] == ["mosaic", "mosaic", "dequantize"]
+    assert [choice(m, H200) for m in (1, 2, 8, 16, 64, 256, 4096)] == [
+        "stream", "stream", "mosaic", "mosaic", "wgmma", "wgmma", "dequantize"]
+    assert [choice(m, A100) for m in (1, 8, 64, 4096)] == ["stream", "mosaic", "mosaic", "dequantize"]
+    assert choice(1, H200, group_size=32) == "mosaic"  # whose parameters a lane has no registers for
     assert choice(1, CPU) == choice(1, H200, x_dtype="float32") == choice(1, H200, group_size=112) == "xla"
     with pytest.raises(Unsupported, match="needs groups of 32, 64, 128, a multiple of 256 or the whole column, not 112"):
         choice(1, A100, "mosaic", group_size=112)
@@ -301,9 +309,79 @@ def test_tiles_fit_the_device(shape: tuple[int, int], bits: int) -> None:
             config = mosaic_config(spec, target)
             assert mosaic_shared_bytes(spec, config) <= target.shared_memory_bytes
             assert config.splits * config.warpgroups <= spec.num_tiles and config.stages >= 2 and config.warpgroups * config.strips <= 5
+            if m <= 8:
+                stream = stream_config(spec, target)
+                steps = stream_steps(spec.num_tiles, stream.columns, stream.warpgroups, stream.splits)
+                assert stream_shared_bytes(spec, stream) <= target.shared_memory_bytes and stream.splits <= spec.num_tiles
+                assert stream.places == 1 or stream.depth % steps == 0 and steps <= STREAM_MOST_STEPS
         wide = wgmma_config(spec, H200)
         assert wgmma_shared_bytes(spec, wide) <= H200.shared_memory_bytes and wide.stages >= 2
         assert wide.warpgroups * wide.splits <= spec.num_tiles and wide.warpgroups * wide.strips <= WGMMA_WARPGROUPS[wide.block_m]
+
+
+@pytest.mark.parametrize("entry", STREAM_MEASURED)
+def test_measured_tiles_of_few_tokens_are_taken_and_activate_what_comes_in_pairs(entry: tuple[int, int, int]) -> None:
+    k, n, m = entry
+    for activation in (None, "swiglu"):
+        spec = MatmulSpec(m=m, k=k, n=n, group_size=128, bits=4, x_dtype="bfloat16", scale_dtype="float16", zero_dtype="bfloat16",
+                          has_bias=False, out_dtype="bfloat16", activation=activation)
+        taken = stream_config(spec, H200)
+        assert (taken.columns, taken.places, taken.warpgroups, taken.splits, taken.depth) == STREAM_MEASURED[entry]
+        assert taken.gated == (activation is not None and taken.places % 2 == 0) and stream_shared_bytes(spec, taken) <= 227 * 1024
+
+
+# (columns, places, warpgroups, splits, depth): warps side by side in n or in k, waiting for k or going through n, with parts left over
+STREAMS = [(64, 1, 1, 1, 2), (32, 1, 2, 1, 3), (16, 1, 1, 2, 2), (32, 2, 4, 1, 2), (16, 3, 2, 1, 2), (16, 4, 1, 1, 3)]
+
+
+@pytest.mark.parametrize("tiles", STREAMS, ids=str)
+@pytest.mark.parametrize("name", ["bf16", "odd_n", "f16", "int8"])
+def test_streams_of_any_tiles_agree(name: str, tiles: tuple[int, int, int, int, int]) -> None:
+    """Tiles change only the order of sums; where places come in pairs, silu of the one is multiplied by the other."""
+    case = {"bf16": Case(m=2, k=2560, n=136, group_size=128, has_bias=True),
+            "odd_n": Case(m=1, k=700, n=37, group_size=700, scale_dtype="float32", has_bias=True),
+            "f16": Case(m=3, k=640, n=64, group_size=64, dtype="float16", zero_dtype=None, out_dtype="float32"),
+            "int8": Case(m=8, k=1536, n=128, group_size=256, bits=8, has_bias=True)}[name]
+    from pallas_kernels.int4_matmul import kernel_stream
+
+    weights, arrays = make_inputs(case)
+    spec = spec_of(case)
+    x, bias = np.asarray(arrays[0]).astype(np.float64), 0 if arrays[4] is None else np.asarray(arrays[4]).astype(np.float64)
+    rows = slice(0, max(1, case.m - 1))  # the last of several is NaN
+    product = (x @ weights + bias)[rows]
+    for activation in (None, "swiglu"):
+        config = stream_tiles(dataclasses.replace(spec, activation=activation), *tiles)
+        steps = stream_steps(spec.num_tiles, config.columns, config.warpgroups, config.splits)
+        if config.places > 1 and config.depth % steps or activation and not config.gated:
+            continue
+        gate, up = product[:, :case.n // 2], product[:, case.n // 2:]
+        truth = gate / (1 + np.exp(-gate)) * up if activation else product
+        out = kernel_stream.int4_matmul(*arrays, bits=case.bits, out_dtype=spec.out_dtype, config=config, interpret=INTERPRETED.interpret)
+        assert out.shape == (case.m, truth.shape[1]) and (case.m == 1 or np.isnan(out[-1]).all())
+        tolerance = 4 * float(jnp.finfo(out.dtype).eps) * np.abs(truth).max()
+        np.testing.assert_allclose(np.asarray(out[rows]).astype(np.float64), truth, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("implementation", ["stream", "mosaic", "xla", "reference"])
+def test_an_activation_is_the_same_wherever_it_is_computed(implementation: str) -> None:
+    case = Case(m=2, k=512, n=128, group_size=128)
+    weights, (x, packed, scales, zeros, _) = make_inputs(case)
+    spec = dataclasses.replace(spec_of(case), activation="swiglu")
+    impl = next(each for each in IMPLS if each.name == implementation)
+    target = TARGETS["interpreted" if implementation in KERNELS else "cpu"]
+    out = activated(impl.run(x, packed, scales, zeros, None, spec=spec, target=target), spec)
+    product = (np.asarray(x[:1]).astype(np.float64) @ weights)
+    truth = product[:, :64] / (1 + np.exp(-product[:, :64])) * product[:, 64:]
+    assert out.shape == (2, 64) and out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out[:1]).astype(np.float64), truth, rtol=0, atol=6 * 2.0 ** -8 * np.abs(truth).max())
+
+
+def test_an_activation_that_is_not_one_is_refused() -> None:
+    _, (x, packed, scales, zeros, _) = make_inputs(CASES["odd_n"])
+    with pytest.raises(ContractError, match="activation = 'gelu': must be 'swiglu', or None"):
+        int4_matmul(x, packed, scales, zeros, group_size=48, activation="gelu")
+    with pytest.raises(ContractError, match="takes the halves of n = 37 columns: n must be even"):
+        int4_matmul(x, packed, scales, zeros, group_size=48, activation="swiglu")
 
 
 @pytest.mark.parametrize("entry", [*MOSAIC_MEASURED, *WGMMA_MEASURED])
