@@ -77,7 +77,7 @@ def _spec(model: ModelConfig, module: str, layout: StepLayout, dtype: np.dtype) 
         m=layout.num_rows if head else layout.num_tokens, k=num_inputs, n=_widths(model)[kind], group_size=quant.group_size or num_inputs,
         bits=quant.bits, x_dtype=str(dtype), scale_dtype=quant.scales_dtype, zero_dtype="bfloat16" if quant.zero_point else None,
         has_bias={"attention.qkv": model.qkv_bias, "attention.output": model.output_bias}.get(kind, False),
-        out_dtype="float32" if head else str(dtype))
+        out_dtype="float32" if head else str(dtype), activation="swiglu" if kind == "mlp.gate_up" else None)
 
 
 def _choice(spec: "MatmulSpec", hardware: Hardware) -> Choice:

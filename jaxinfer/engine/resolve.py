@@ -21,7 +21,8 @@ the 128 of wgmma are two pages of 64 or eight of 16, and mosaic's prefill at hea
 pallas_kernels/ragged_paged_attention/config.py). The price is the unused end of each sequence's last page: 2.6 % of the memory held at 64,
 0.6 % at 16 (bench/results/memory.json)."""
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
-_LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all
+_LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all,
+                                            # but for 4 bits, whose products have a kernel of their own for a single row
 MAX_BURST_ROWS = 128       # beyond, steps are long beside what a launch leaves idle (1 ms of 7 at 128 rows in int4), and each loop is a compile
 _CPU_KV_SHARE = 0.125      # of RAM, at most
 _CPU_MAX_MODEL_LEN = 4096  # default cap on a CPU, where attention over more takes seconds a token
@@ -130,7 +131,8 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
         raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}: every running "
                           f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
     _check_buckets(engine, max_num_seqs, max_num_batched_tokens)
-    layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size, _LEAST_DECODE_ROWS[hardware.platform])
+    decode_rows = _decode_rows(model, max_num_seqs, hardware.platform)
+    layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size, decode_rows)
     part = model.part(engine.tensor_parallel_size)
     step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + dequantised_bytes(part, layouts, dtype=dtype, hardware=hardware)
     step_bytes += slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
@@ -233,8 +235,9 @@ def _max_model_len(engine: EngineConfig, model: ModelConfig, hardware: Hardware)
 
 
 def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs: int, max_num_batched_tokens: int,
-             page_size: int, least_rows: int) -> tuple[StepLayout, ...]:
-    """Decode buckets (T == B, powers of two) and mixed buckets (T tokens, few or all rows); one mixed bucket when deterministic."""
+             page_size: int, decode_rows: tuple[int, ...]) -> tuple[StepLayout, ...]:
+    """Decode buckets (T == B, `decode_rows` where none are asked for) and mixed buckets (T tokens, few or all rows); one mixed bucket when
+    deterministic."""
     def mixed(num_tokens: int, num_rows: int) -> StepLayout:
         rows = min(num_tokens, num_rows)
         return StepLayout(num_tokens=num_tokens, num_rows=rows, num_updates=num_tokens // page_size + 2 * rows, null_slot=max_num_seqs,
@@ -246,13 +249,21 @@ def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs:
     if engine.deterministic:
         return (mixed(max_num_batched_tokens, max_num_seqs),)
     tokens = {t for t in engine.token_buckets or token_buckets if t < max_num_batched_tokens} | {max_num_batched_tokens}
-    rows = engine.batch_buckets or tuple(2**i for i in range(max_num_seqs.bit_length()) if 2**i >= least_rows)
-    largest = max_num_seqs if engine.batch_buckets else max(max_num_seqs, least_rows)
-    decode_rows = {r for r in rows if r < largest} | {largest}
+    if engine.batch_buckets:
+        decode_rows = (*(r for r in engine.batch_buckets if r < max_num_seqs), max_num_seqs)
     layouts = {decode(r) for r in decode_rows}
     for t in tokens:
         layouts |= {mixed(t, min(_MIXED_ROWS, max_num_seqs)), mixed(t, max_num_seqs)}
     return tuple(sorted(layouts, key=lambda x: (x.num_tokens, not x.decode_only, x.num_rows)))
+
+
+def _decode_rows(model: ModelConfig, max_num_seqs: int, platform: str) -> tuple[int, ...]:
+    """Powers of two, and the most there can be."""
+    least = _LEAST_DECODE_ROWS[platform]
+    largest = max(max_num_seqs, least)
+    rows = {2**i for i in range(largest.bit_length()) if least <= 2**i < largest} | {largest}
+    formats = [model.quantization.format_of(module) for module in model.projections()] if model.quantization else []
+    return tuple(sorted(rows | {1} if any(each is not None and each.bits == 4 for each in formats) else rows))
 
 
 def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.dtype, vocab_size: int) -> int:
