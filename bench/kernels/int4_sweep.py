@@ -37,18 +37,20 @@ from pallas_kernels.int4_matmul.config import (
     WGMMA_WARPGROUPS,
     MatmulSpec,
     MosaicConfig,
-    StreamConfig,
     WgmmaConfig,
     mosaic_config,
     mosaic_shared_bytes,
+    wgmma_config,
+    wgmma_shared_bytes,
+    xla_strip_tiles,
+)
+from pallas_kernels.int4_matmul.stream_config import (
+    StreamConfig,
     stream_candidates,
     stream_config,
     stream_cycles,
     stream_refusal,
     stream_shared_bytes,
-    wgmma_config,
-    wgmma_shared_bytes,
-    xla_strip_tiles,
 )
 
 _MS = flags.DEFINE_list("ms", ["8", "16", "32", "64", "128"], "Tokens; 16 to 64 try both kernels, 256 and more dequantising as well.")

@@ -259,11 +259,14 @@ def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs:
 
 def _decode_rows(model: ModelConfig, max_num_seqs: int, platform: str) -> tuple[int, ...]:
     """Powers of two, and the most there can be."""
+    formats = [model.quantization.format_of(module) for module in model.projections()] if model.quantization else []
+    has_single = any(each is not None and each.bits == 4 for each in formats)
+    if has_single and max_num_seqs == 1:
+        return (1,)
     least = _LEAST_DECODE_ROWS[platform]
     largest = max(max_num_seqs, least)
     rows = {2**i for i in range(largest.bit_length()) if least <= 2**i < largest} | {largest}
-    formats = [model.quantization.format_of(module) for module in model.projections()] if model.quantization else []
-    return tuple(sorted(rows | {1} if any(each is not None and each.bits == 4 for each in formats) else rows))
+    return tuple(sorted(rows | {1} if has_single else rows))
 
 
 def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.dtype, vocab_size: int) -> int:

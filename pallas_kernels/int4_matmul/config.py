@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.int4_matmul import layout
@@ -75,28 +74,6 @@ class MosaicConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamConfig:
-    """Tiles of kernel_stream."""
-
-    columns: int
-    """Columns of a warpgroup: 64, 32 or 16. Of fewer than 64, its warps share k."""
-    places: int
-    """Times that a block has so many columns. Above 1 a warp keeps its tiles of k and goes from place to place."""
-    group_size: int
-    """Values of k that share a scale."""
-    group_k: int
-    """Values of k of a tile of 256 that share a scale."""
-    warpgroups: int
-    """Warpgroups of 128 threads of a block, which share its part of k."""
-    splits: int
-    """Blocks that share k. Above 1 their float32 sums are added up by XLA."""
-    depth: int
-    """Tiles in flight in a warp; with several places a multiple of the steps that it keeps."""
-    gated: bool
-    """Places come in pairs, of gate and of up, and silu(gate) * up is written."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WgmmaConfig:
     """Tiles of kernel_wgmma."""
 
@@ -125,15 +102,6 @@ class WgmmaConfig:
 CPU_STRIP_BYTES = 64 * 2**20   # dequantised weights that exist at a time
 GPU_STRIP_BYTES = 512 * 2**20  # the widest of Qwen2-7B, 3584 x 37888 in 16 bits, is 259 MiB: one strip
 MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
-STREAM_MOST_M = 8
-STREAM_PAYS_M = 2          # beyond, kernel_mosaic reads tokens once for more columns; at 4 they are within 4 % of each other
-STREAM_MOST_GROUPS = 4     # of a tile: a lane holds a scale and a zero point of each
-STREAM_WARPGROUPS = 4      # of a core, at 128 registers a thread
-STREAM_MOST_STEPS = 3      # tiles of k that a warp keeps while it goes from place to place, with the sums of its tokens
-STREAM_MOST_PLACES = 24
-STREAM_DEPTHS = (2, 3, 4, 6)
-STREAM_TILE_ISSUE = 220    # cycles of a core for a tile of each of four warps, counted in the machine code for sm_90
-STREAM_PLACE_LATENCY = 100 # cycles in which a block adds up and writes a place
 WGMMA_CAPABILITIES = ((9, 0),)
 NUM_CORES = {(8, 0): 108, (9, 0): 132}  # streaming multiprocessors of an A100 and of an H100 or H200
 MOSAIC_BLOCK_MS = (8, 16, 32, 64)
@@ -182,16 +150,6 @@ MOSAIC_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {  # wa
     (3584, 37888, 16): (2, 1, 3, 1),    # 28.5
     (18944, 3584, 16): (4, 2, 3, 1),    # 17.9
 }
-STREAM_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {  # columns, places, warpgroups, splits, depth; by m
-    (3584, 4608, 1): (16, 3, 4, 1, 2),      # 5.4
-    (3584, 3584, 1): (16, 2, 4, 1, 2),      # 4.6
-    (3584, 37888, 1): (32, 10, 4, 1, 2),    # 20.7
-    (18944, 3584, 1): (32, 1, 4, 1, 2),     # 13.1
-    (3584, 4608, 2): (16, 3, 4, 1, 2),      # 6.0
-    (3584, 3584, 2): (16, 2, 4, 1, 2),      # 5.1
-    (3584, 37888, 2): (32, 10, 4, 1, 2),    # 21.8
-    (18944, 3584, 2): (32, 1, 4, 1, 2),     # 14.6
-}
 WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {  # strips, warpgroups, splits, stages, token stages, place_k
     (3584, 4608, 32): (1, 4, 1, 2, 2, 256),     # 8.9
     (3584, 3584, 32): (1, 4, 1, 2, 2, 256),     # 8.6
@@ -215,7 +173,7 @@ WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] 
 def dequantize_refusal(spec: MatmulSpec, target: Target) -> str | None:
     """Why kernel_dequantize cannot do a call on a target, or None if it can."""
     # Eight neighbouring values of k are written at a time, with one scale; their weights in x's dtype are 16 bytes.
-    return _first((*_kernel_reasons(spec, target, MOSAIC_CAPABILITIES), (spec.k % 8 > 0, f"needs k that is a multiple of 8, not {spec.k}")))
+    return first((*kernel_reasons(spec, target, MOSAIC_CAPABILITIES), (spec.k % 8 > 0, f"needs k that is a multiple of 8, not {spec.k}")))
 
 
 def dequantize_loss(spec: MatmulSpec, target: Target) -> str | None:
@@ -231,7 +189,7 @@ def xla_strip_tiles(spec: MatmulSpec, target: Target) -> int:
     return max(1, limit // (width * spec.k * layout.TILE_N))
 
 
-def _kernel_reasons(spec: MatmulSpec, target: Target, capabilities: tuple[tuple[int, int], ...]) -> tuple[tuple[bool, str], ...]:
+def kernel_reasons(spec: MatmulSpec, target: Target, capabilities: tuple[tuple[int, int], ...]) -> tuple[tuple[bool, str], ...]:
     """(refused, reason) of what both Mosaic kernels need."""
     built_for = " and ".join(f"sm_{major}{minor}" for major, minor in capabilities)
     fits = spec.group_size in (32, 64, 128) or spec.group_size % layout.TILE_K == 0 or spec.group_size == spec.k
@@ -243,13 +201,13 @@ def _kernel_reasons(spec: MatmulSpec, target: Target, capabilities: tuple[tuple[
     )
 
 
-def _first(reasons: tuple[tuple[bool, str], ...]) -> str | None:
+def first(reasons: tuple[tuple[bool, str], ...]) -> str | None:
     return next((reason for refused, reason in reasons if refused), None)
 
 
 def mosaic_refusal(spec: MatmulSpec, target: Target) -> str | None:
     """Why kernel_mosaic cannot do a call on a target, or None if it can."""
-    reason = _first(_kernel_reasons(spec, target, MOSAIC_CAPABILITIES))
+    reason = first(kernel_reasons(spec, target, MOSAIC_CAPABILITIES))
     if reason is not None:
         return reason
     need = mosaic_shared_bytes(spec, mosaic_config(spec, target))
@@ -266,7 +224,7 @@ def mosaic_config(spec: MatmulSpec, target: Target) -> MosaicConfig:
     """Tile sizes of kernel_mosaic: those measured for the matrix, otherwise those that `_cycles` finds quickest."""
     sizes = MOSAIC_BLOCK_MS if layout.TILE_K // spec.group_k <= MOSAIC_MOST_GROUPS else MOSAIC_BLOCK_MS[:2]
     block_m = next((size for size in sizes if spec.m <= size), sizes[-1])
-    measured = MOSAIC_MEASURED.get((spec.k, spec.n, block_m)) if _is_measured(spec, target) else None
+    measured = MOSAIC_MEASURED.get((spec.k, spec.n, block_m)) if is_measured(spec, target) else None
     tried = itertools.product((1, 2, 4, 5), range(1, 10), (MOSAIC_STAGES, 2), (1, 2, 4, 5)) if measured is None else [measured]
     configs = [MosaicConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, warpgroups=w, splits=p, stages=t, strips=s)
                for w, p, t, s in tried]
@@ -276,87 +234,13 @@ def mosaic_config(spec: MatmulSpec, target: Target) -> MosaicConfig:
     return min(fitting or configs[:1], key=lambda config: _cycles(spec, target, config))
 
 
-def stream_refusal(spec: MatmulSpec, target: Target) -> str | None:
-    """Why kernel_stream cannot do a call on a target, or None if it can."""
-    groups = layout.TILE_K // spec.group_k
-    reason = _first((*_kernel_reasons(spec, target, MOSAIC_CAPABILITIES),
-                     (spec.m > STREAM_MOST_M, f"is for at most {STREAM_MOST_M} tokens, not {spec.m}"),
-                     (groups > STREAM_MOST_GROUPS, f"has registers for groups of at least {layout.TILE_K // STREAM_MOST_GROUPS}, "
-                                                   f"not {spec.group_size}")))
-    if reason is not None:
-        return reason
-    need = stream_shared_bytes(spec, stream_config(spec, target))
-    return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
-
-
-def stream_loss(spec: MatmulSpec, target: Target) -> str | None:
-    """Why a later row does a call better than kernel_stream, or None if it does not."""
-    return None if spec.m <= STREAM_PAYS_M else f"pays for at most {STREAM_PAYS_M} tokens, not for {spec.m}"
-
-
-def stream_config(spec: MatmulSpec, target: Target) -> StreamConfig:
-    """Tiles of kernel_stream: those measured for the matrix, otherwise those that `stream_cycles` finds quickest."""
-    measured = STREAM_MEASURED.get((spec.k, spec.n, spec.m)) if _is_measured(spec, target) else None
-    return stream_tiles(spec, *measured) if measured is not None else _quickest_stream(spec, target)
-
-
-def stream_tiles(spec: MatmulSpec, columns: int, places: int, warpgroups: int, splits: int, depth: int) -> StreamConfig:
-    """A configuration of a call's groups, which activates the product itself where its places can be pairs."""
-    in_pairs = places % 2 == 0 and splits == 1 and spec.n // 2 % columns == 0
-    return StreamConfig(columns=columns, places=places, group_size=spec.group_size, group_k=spec.group_k, warpgroups=warpgroups, splits=splits,
-                        depth=depth, gated=spec.activation is not None and in_pairs)
-
-
-@functools.lru_cache(maxsize=256)
-def _quickest_stream(spec: MatmulSpec, target: Target) -> StreamConfig:
-    configs = list(stream_candidates(spec))
-    fitting = [c for c in configs if stream_shared_bytes(spec, c) <= target.shared_memory_bytes]
-    return min(fitting or configs[:1], key=lambda config: (stream_cycles(spec, target, config), config.depth, -config.warpgroups))
-
-
-def stream_candidates(spec: MatmulSpec) -> Iterator[StreamConfig]:
-    """All tiles of kernel_stream that hold to its rules."""
-    for columns, warpgroups, splits in itertools.product((64, 32, 16), (1, 2, 4), (1, 2, 3)):
-        steps = stream_steps(spec.num_tiles, columns, warpgroups, splits)
-        for places in range(1, STREAM_MOST_PLACES + 1) if steps <= STREAM_MOST_STEPS else (1,):
-            for depth in STREAM_DEPTHS if splits <= spec.num_tiles else ():
-                if places == 1 or depth % steps == 0:
-                    yield stream_tiles(spec, columns, places, warpgroups, splits, depth)
-
-
-def stream_steps(num_tiles: int, columns: int, warpgroups: int, splits: int) -> int:
-    """Tiles of k that one warp of kernel_stream takes."""
-    return -(-num_tiles // (splits * warpgroups * (layout.TILE_N // columns)))
-
-
-def stream_cycles(spec: MatmulSpec, target: Target, config: StreamConfig) -> int:
-    """What a call of kernel_stream takes, roughly: waves of blocks, of each the busiest core's instructions; then what splits cost."""
-    cores = NUM_CORES.get(target.compute_capability or (0, 0), 132)
-    blocks = -(-spec.n // (config.columns * config.places)) * config.splits
-    resident = max(1, min(STREAM_WARPGROUPS // config.warpgroups, target.shared_memory_bytes // stream_shared_bytes(spec, config)))
-    waves, busiest = -(-blocks // (cores * resident)), min(resident, -(-blocks // cores))
-    items = config.places * stream_steps(spec.num_tiles, config.columns, config.warpgroups, config.splits)
-    wave = BLOCK_LATENCY + busiest * config.warpgroups * items * STREAM_TILE_ISSUE + config.places * STREAM_PLACE_LATENCY
-    launch = 0 if spec.activation is None or config.gated else SPLIT_LATENCY
-    return waves * wave + launch + _split_cycles(spec, config.splits)
-
-
-def stream_shared_bytes(spec: MatmulSpec, config: StreamConfig) -> int:
-    """Shared memory of one block: a split's tokens, the warpgroups' sums, and the rest."""
-    width = (4 if spec.scale_dtype == "float32" else 2) + 2 * (spec.zero_dtype is not None)
-    item = 16 * (2 * layout.tile_words(spec.bits) + width * layout.TILE_K // spec.group_k)  # of 16 columns
-    tokens = 2 * spec.m * (-(-spec.num_tiles // config.splits) * layout.TILE_K + 64)
-    sums = 4 * config.warpgroups * config.places * layout.TILE_N * spec.m
-    return tokens + 4 * config.warpgroups * config.depth * item + sums + SHARED_REST
-
-
 def _most_warpgroups(spec: MatmulSpec, target: Target, block_m: int) -> int:
     """Warpgroups that a core has registers for. Addresses of cp.async take some that copies by TMA do not."""
     most = 2 if layout.TILE_K // spec.group_k > MOSAIC_MOST_GROUPS else 4 if spec.bits == 8 or target.compute_capability == (8, 0) else 5
     return min(most, MOSAIC_WARPGROUPS[block_m])
 
 
-def _is_measured(spec: MatmulSpec, target: Target) -> bool:
+def is_measured(spec: MatmulSpec, target: Target) -> bool:
     """Whether the tables of measured tiles speak of such a call."""
     return (target.compute_capability, spec.bits, spec.group_size) == ((9, 0), 4, 128)
 
@@ -394,10 +278,10 @@ def _busiest_core(spec: MatmulSpec, target: Target, config: MosaicConfig | Wgmma
     steps = -(-spec.num_tiles // (config.warpgroups * config.splits))
     waves, busiest = -(-blocks // (cores * resident)), min(resident, -(-blocks // cores))
     wave = BLOCK_LATENCY + steps * max(busiest * warpgroups * tile, TILE_LATENCY)
-    return waves * wave + _split_cycles(spec, config.splits)
+    return waves * wave + split_cycles(spec, config.splits)
 
 
-def _split_cycles(spec: MatmulSpec, splits: int) -> int:
+def split_cycles(spec: MatmulSpec, splits: int) -> int:
     """What it takes to add up splits."""
     return SPLIT_LATENCY + 8 * splits * spec.m * spec.n // BYTES_A_CYCLE if splits > 1 else 0
 
@@ -431,7 +315,7 @@ def wgmma_loss(spec: MatmulSpec, target: Target) -> str | None:
 
 def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
     """Why kernel_wgmma cannot do a call on a target, or None if it can."""
-    reason = _first(_kernel_reasons(spec, target, WGMMA_CAPABILITIES))
+    reason = first(kernel_reasons(spec, target, WGMMA_CAPABILITIES))
     if reason is not None:
         return reason
     need = wgmma_shared_bytes(spec, wgmma_config(spec, target))
@@ -441,7 +325,7 @@ def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
 def wgmma_config(spec: MatmulSpec, target: Target) -> WgmmaConfig:
     """Tile sizes of kernel_wgmma: those measured for the matrix, otherwise those that `_wgmma_cycles` finds quickest."""
     block_m = next((size for size in WGMMA_BLOCK_MS if spec.m <= size), WGMMA_BLOCK_MS[-1])
-    measured = WGMMA_MEASURED.get((spec.k, spec.n, block_m)) if _is_measured(spec, target) else None
+    measured = WGMMA_MEASURED.get((spec.k, spec.n, block_m)) if is_measured(spec, target) else None
     return _wgmma_tiles(spec, block_m, *measured) if measured is not None else _quickest_wgmma(spec, target, block_m)
 
 

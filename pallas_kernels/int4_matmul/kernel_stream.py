@@ -27,9 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import fragments, layout, stream
-from pallas_kernels.int4_matmul.config import StreamConfig, stream_steps
 from pallas_kernels.int4_matmul.kernel_mosaic import pieces, sums_tokens
 from pallas_kernels.int4_matmul.stream import BLOCK_M, CHUNK, ROW_SKEW, THREADS, TILE_K, TILE_N, WARP_COLUMNS
+from pallas_kernels.int4_matmul.stream_config import StreamConfig, stream_steps
 from pallas_kernels.mosaic import across, constant
 
 

@@ -18,8 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.int4_matmul import layout
-from pallas_kernels.int4_matmul.config import StreamConfig
 from pallas_kernels.int4_matmul.fragments import _only, _word, load_float
+from pallas_kernels.int4_matmul.stream_config import StreamConfig
 
 BLOCK_M = 8
 CHUNK = 64         # words of a tile that are one operand

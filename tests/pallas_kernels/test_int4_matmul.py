@@ -27,20 +27,22 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.int4_matmul.api import IMPLS, activated, matmul_spec
 from pallas_kernels.int4_matmul.config import (
     MOSAIC_MEASURED,
-    STREAM_MEASURED,
-    STREAM_MOST_STEPS,
     WGMMA_MEASURED,
     WGMMA_WARPGROUPS,
     WgmmaConfig,
     mosaic_config,
     mosaic_shared_bytes,
+    wgmma_config,
+    wgmma_shared_bytes,
+    xla_strip_tiles,
+)
+from pallas_kernels.int4_matmul.stream_config import (
+    STREAM_MEASURED,
+    STREAM_MOST_STEPS,
     stream_config,
     stream_shared_bytes,
     stream_steps,
     stream_tiles,
-    wgmma_config,
-    wgmma_shared_bytes,
-    xla_strip_tiles,
 )
 from tests.pallas_kernels.paged import A100, CPU, H200, INTERPRETED, ON_SM_80, REFUSED_HERE, TARGETS
 
