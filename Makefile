@@ -129,14 +129,16 @@ gpu-sanitize: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
 	     echo "FILE: $$(grep -E "^=.* (passed|failed|error)|SUMMARY|^Timeout" $$out | paste -sd\ ) (exit $$code)"; exit $$code' || failed=1; \
 	done; done; [ -z "$$failed" ]
 
-# What bench/results has of this GPU: kernels beside their peers, on one newer than sm_80 also on the path that an A100 takes.
+# What bench/results has of this GPU: kernels beside their peers, on one newer than sm_80 also on the path that an A100 takes. Half the cores
+# share the rows, eight of them at most, for each takes memory of the GPU.
 BENCH_OPS ?= decode,prefill,mixed,write,rotary,norm,int4
 .PHONY: gpu-bench
 gpu-bench: gpu-attached $(if $(GPU_PYTHON),,$(VENV_GPU)/.gpu)
 	@python='$(or $(GPU_PYTHON),$(VENV_GPU)/bin/python)'; \
 	capability=$$("$$python" -c 'import jax; print(jax.devices("cuda")[0].compute_capability)'); \
-	"$$python" -m bench.kernels --ops='$(BENCH_OPS)'; \
-	if [ "$$capability" != 8.0 ]; then "$$python" -m bench.kernels --ops='$(BENCH_OPS)' --arch=80; fi
+	half=$$((($$(nproc) + 1) / 2)); processes=$(or $(GPU_WORKERS),$$((half > 8 ? 8 : half))); \
+	"$$python" -m bench.kernels --ops='$(BENCH_OPS)' --processes=$$processes; \
+	if [ "$$capability" != 8.0 ]; then "$$python" -m bench.kernels --ops='$(BENCH_OPS)' --processes=$$processes --arch=80; fi
 
 # Ruff, mypy and the tests with the tools under BIN.
 .PHONY: check

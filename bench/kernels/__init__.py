@@ -4,6 +4,8 @@
     operands.py  ragged pages and dense twins of the same values
     timing.py    device time of a call, and the ceilings measured in the same run
     running.py   measures a group's items and records what failed or was left out
+    workers.py   shares a run's items among processes
+    turns.py     one process at a time on the GPU
     attention.py, mixed.py, dense.py, memory.py, pages.py, int4.py            groups of rows, listed in groups.py
     int4_sweep.py                                                             tries tiles of int4_matmul; a program of its own
     jax_peers.py, torch_peers.py                                              other people's kernels

@@ -1,10 +1,11 @@
 """Times the kernels beside their peers and the device's ceilings, each call on operands that are not in the cache.
 
-  python -m bench.kernels [--ops=decode,prefill,...] [--arch=80] [--name=NAME]
+  python -m bench.kernels [--ops=decode,prefill,...] [--arch=80] [--processes=8] [--name=NAME]
   python -m bench.kernels --plot=bench/results/kernels-nvidia-h200.json
 Rows are device time (see timing.py). --arch=80 runs the path that an A100 takes on a newer GPU. --tiny shrinks every shape, to try the
-program on a CPU. The result file is written after every row, so that a run that is ended keeps what it had. Exit status 1 where one of our
-own kernels failed or a check does not hold.
+program on a CPU. Most of a row's time goes to compiling its kernel: --processes=N compiles in N processes, of which one at a time has the
+GPU. The result file is written after every row, so that a run that is ended keeps what it had. Exit status 1 where one of our own kernels
+failed or a check does not hold.
 """
 
 import functools
@@ -19,8 +20,10 @@ from bench import report
 from bench.kernels import plot
 from bench.kernels.groups import GROUPS
 from bench.kernels.rows import Settings
-from bench.kernels.running import Results, path_of, run_group
+from bench.kernels.running import Results, lower_for, path_of, run_group
 from bench.kernels.timing import measure_ceilings
+from bench.kernels.turns import share_memory
+from bench.kernels.workers import run_groups
 from jaxinfer import cli
 
 
@@ -32,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.DEFINE_enum("arch", None, ["80"], "Lower the Mosaic kernels as for this architecture.", flag_values=values, module_name="What")
     flags.DEFINE_bool("tiny", False, "Small shapes, for a try on a CPU.", flag_values=values, module_name="What")
     flags.DEFINE_enum("page_size", "64", ["16", "32", "64", "96", "128"], "Tokens a page.", flag_values=values, module_name="What")
+    flags.DEFINE_integer("processes", 1, "That share the rows; each takes up to some GB of the GPU's memory.", lower_bound=1,
+                         flag_values=values, module_name="What")
     define("name", None, "Name of the result file; default: kernels-<device>.")
     define("folder", None, "Where the result file goes; default: bench/results.")
     define("plot", None, "Draw this result file as a PNG beside it, and do nothing else.")
@@ -47,12 +52,12 @@ def _main(values: flags.FlagValues) -> int:
     if unknown or not ops:
         raise app.UsageError(f"--ops={','.join(unknown)}: must be some of {', '.join(GROUPS)}.")
     settings = Settings(tiny=bool(values["tiny"].value), page_size=int(str(values["page_size"].value)), arch=values["arch"].value)
-    if settings.arch:
-        from jax.experimental.mosaic.gpu import utils
-
-        utils._infer_arch = lambda: (8, 0)
+    lower_for(settings)
+    processes = int(str(values["processes"].value))
+    if processes > 1:
+        share_memory()
     folder = Path(values["folder"].value) if values["folder"].value else None
-    path, results = run(settings, ops, str(name or default_name(settings)), folder)
+    path, results = run(settings, ops, str(name or default_name(settings)), folder, processes)
     print(report.table(results.lines))
     for kind in ("checks", "failed", "left_out"):
         for entry in getattr(results, kind):
@@ -62,8 +67,8 @@ def _main(values: flags.FlagValues) -> int:
     return 0 if results.is_good else 1
 
 
-def run(settings: Settings, ops: Sequence[str], name: str, folder: Path | None) -> tuple[Path, Results]:
-    """Measures the groups in turn; the result file <folder>/<name>.json is written anew after each row."""
+def run(settings: Settings, ops: Sequence[str], name: str, folder: Path | None, processes: int = 1) -> tuple[Path, Results]:
+    """Measures the groups, in turn or shared among processes; the result file <folder>/<name>.json is written anew after each row."""
     report.require_folder(folder)
     results = Results(settings=settings, ceilings=measure_ceilings(tiny=settings.tiny))
     print(f"{jax.local_devices()[0].device_kind}, path {path_of(settings)}: copy {results.ceilings.bytes_per_s / 1e12:.3g} TB/s, bfloat16 "
@@ -72,8 +77,14 @@ def run(settings: Settings, ops: Sequence[str], name: str, folder: Path | None) 
     def save() -> Path:
         return report.write(name, results.figures(), folder)
 
-    for op in ops:
-        run_group(GROUPS[op](settings), results, lambda text: print(text, flush=True), save)
+    def show(text: str) -> None:
+        print(text, flush=True)
+
+    if processes > 1:
+        run_groups([GROUPS[op] for op in ops], results, show, save, processes=processes)
+    else:
+        for op in ops:
+            run_group(GROUPS[op](settings), results, show, save)
     return save(), results
 
 

@@ -9,11 +9,9 @@ with the gap before it. Results are held against XLA's. The result file is writt
 
 import concurrent.futures
 import dataclasses
-import fcntl
 import functools
 import math
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from bench import profiling, report
 from bench.kernels.int4 import GROUP_SIZE, operands
 from bench.kernels.int4 import SHAPES as ALL_SHAPES
 from bench.kernels.running import FAILURES, reason_of
+from bench.kernels.turns import share_memory, turn
 from pallas_kernels import int4_matmul
 from pallas_kernels.dispatch import Target, current_target
 from pallas_kernels.int4_matmul import kernel_dequantize, kernel_mosaic, kernel_stream, kernel_wgmma
@@ -137,8 +136,7 @@ def try_all(shape: str, m: int, lock: str) -> list[dict[str, Any]]:
         line = {"shape": shape, "m": m, "table": table, "key": [k, n, getattr(config, "block_m", m)], "tiles": list(tiles_of(config))}
         try:
             compiled = jax.jit(function_of(table, spec, config, current_target())).lower(*sets[0]).compile()
-            with open(lock, "w") as held:
-                fcntl.flock(held, fcntl.LOCK_EX)
+            with turn(lock):
                 lines.append(line | measure(compiled, sets, expected))
         except FAILURES as error:
             lines.append(line | {"us": None, "reason": reason_of(error)})
@@ -163,7 +161,7 @@ def measure(compiled: Any, sets: list[Any], expected: Any) -> dict[str, Any]:
 
 def main(_: list[str]) -> None:
     """Console entry. The processes share one GPU, each with what memory it needs."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    share_memory()
     target = current_target()
     if target.compute_capability is None:
         raise app.UsageError(f"sweeping needs an NVIDIA GPU, and this is {target.device_kind}.")

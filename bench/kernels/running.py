@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,23 @@ FAILURES = (KernelError, ValueError, TypeError, RuntimeError, AssertionError, Im
 
 PEER = "peer"
 NOT_MOSAIC = ("xla", "jax_triton", "reference")  # implementations that are compiled for the device that is there, whatever --arch says
+TUNED = (*NOT_MOSAIC, "dequantize")  # implementations with work of XLA's in them, which as it compiles tries kernels on the device
+
+
+class Outcome(NamedTuple):
+    """What came of an item."""
+
+    kind: str
+    """The list of Results that it belongs to: lines, left_out, failed or checks."""
+    entry: dict[str, Any]
+
+    def text(self) -> str:
+        """For whoever watches the run."""
+        if self.kind == "lines":
+            return report.table([self.entry]).splitlines()[-1]
+        if self.kind == "left_out":
+            return "left out: {op} {shape} {implementation}: {reason}".format(**self.entry)
+        return f"{'FAILED' if self.kind == 'failed' else 'check'}: {self.entry}"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -26,10 +43,27 @@ class Results:
 
     settings: Settings
     ceilings: Ceilings
-    lines: list[Line] = dataclasses.field(default_factory=list)
-    left_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    failed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    """In the groups' order."""
+
+    @property
+    def lines(self) -> list[Line]:
+        return self._entries("lines")
+
+    @property
+    def left_out(self) -> list[dict[str, Any]]:
+        return self._entries("left_out")
+
+    @property
+    def failed(self) -> list[dict[str, Any]]:
+        return self._entries("failed")
+
+    @property
+    def checks(self) -> list[dict[str, Any]]:
+        return self._entries("checks")
+
+    def _entries(self, kind: str) -> list[dict[str, Any]]:
+        return [outcome.entry for outcome in self.outcomes if outcome.kind == kind]
 
     def figures(self) -> dict[str, Any]:
         """For the result file."""
@@ -48,41 +82,47 @@ def run_group(items: Iterable[Item], results: Results, show: Callable[[str], Non
     firsts: dict[tuple[str, str], jax.Array] = {}
     lines: list[Line] = []
     for item in items:
-        _take(item, lines, firsts, results, show)
+        results.outcomes.append(take(item, lines, firsts, results))
+        show(results.outcomes[-1].text())
         save()
 
 
-def _take(item: Item, lines: list[Line], firsts: dict[tuple[str, str], jax.Array], results: Results, show: Callable[[str], None]) -> None:
-    """Measures one item of a group whose lines so far are `lines`."""
+def take(item: Item, lines: list[Line], firsts: dict[tuple[str, str], jax.Array], results: Results,
+         run: Callable[..., Any] | None = None) -> Outcome:
+    """Measures one item of a group.
+
+    Args:
+      lines: the group's so far, of which at least those of the item's shape; a line is added.
+      firsts: the result of each shape's first implementation; one is added.
+      results: of use are settings and ceilings.
+      run: a row's function where it is compiled already.
+    """
     name = {"op": item.op, "shape": item.shape}
     if isinstance(item, LeftOut):
-        results.left_out.append(dataclasses.asdict(item))
-        show(f"left out: {item.op} {item.shape} {item.implementation}: {item.reason}")
-        return
+        return Outcome("left_out", dataclasses.asdict(item))
     try:
         if isinstance(item, Check):
-            results.checks.append(name | item.evaluate(lines))
-            show(f"check: {results.checks[-1]}")
-            return
+            return Outcome("checks", name | item.evaluate(lines))
         is_first = all(find_line([x], **name) is None or x["path"] == PEER for x in lines)
-        lines.append(measure(item if is_first else dataclasses.replace(item, goal=None), results, firsts))
+        lines.append(measure(item if is_first else dataclasses.replace(item, goal=None), results, firsts, run))
     except FAILURES as error:
-        failure = name | {"implementation": getattr(item, "implementation", "check"), "is_peer": getattr(item, "is_peer", False),
-                          "reason": reason_of(error)}
-        results.failed.append(failure)
-        show(f"FAILED: {failure}")
-        return
-    results.lines.append(lines[-1])
-    show(report.table(lines[-1:]).splitlines()[-1])
+        return failure(item, reason_of(error))
+    return Outcome("lines", lines[-1])
 
 
-def measure(row: Row, results: Results, firsts: dict[tuple[str, str], jax.Array]) -> Line:
+def failure(item: Item, reason: str) -> Outcome:
+    """An item of which there is no line, nor a check."""
+    return Outcome("failed", {"op": item.op, "shape": item.shape, "implementation": getattr(item, "implementation", "check"),
+                              "is_peer": getattr(item, "is_peer", False), "reason": reason})
+
+
+def measure(row: Row, results: Results, firsts: dict[tuple[str, str], jax.Array], run: Callable[..., Any] | None = None) -> Line:
     """One row's line; `firsts` holds the result of each shape's first implementation, to compare with."""
     given: dict[str, Any] = {"path": row_path(row, results.settings), "ceilings": results.ceilings}
     if row.seconds is not None:
         seconds, by = row.seconds()
         return line(row, seconds=seconds, by=by, **given)
-    seconds, by, num_kernels, result = device_seconds(row, rotate=not results.settings.tiny)
+    seconds, by, num_kernels, result = device_seconds(row, rotate=not results.settings.tiny, run=run)
     if not row.compares:
         return line(row, seconds=seconds, by=by, num_kernels=num_kernels, **given)
     first = firsts.setdefault((row.op, row.shape), result)
@@ -93,6 +133,14 @@ def measure(row: Row, results: Results, firsts: dict[tuple[str, str], jax.Array]
 def reason_of(error: BaseException) -> str:
     """An error's kind and the beginning of what it says, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+def lower_for(settings: Settings) -> None:
+    """Has this process lower Mosaic kernels for the architecture of the settings."""
+    if settings.arch:
+        from jax.experimental.mosaic.gpu import utils
+
+        utils._infer_arch = lambda: (8, 0)
 
 
 def target_of(settings: Settings) -> Target:
@@ -115,6 +163,11 @@ def row_path(row: Row, settings: Settings) -> str:
     if row.is_peer:
         return PEER
     return path_of(dataclasses.replace(settings, arch=None) if row.implementation in NOT_MOSAIC else settings)
+
+
+def is_mosaic(item: Item) -> bool:
+    """Whether the item is a row of our own Mosaic kernels and nothing else, which compiles without a look at the device's speed."""
+    return isinstance(item, Row) and not item.is_peer and item.seconds is None and item.implementation not in TUNED
 
 
 def is_sm_80(settings: Settings) -> bool:

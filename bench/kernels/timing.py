@@ -36,12 +36,17 @@ class Timing(NamedTuple):
     """The first leaf of what the first call gave."""
 
 
-def device_seconds(row: Row, *, rotate: bool = True) -> Timing:
-    """Times a row; `rotate` off takes one set of operands, for a try on small shapes."""
+def device_seconds(row: Row, *, rotate: bool = True, run: Callable[..., Any] | None = None) -> Timing:
+    """Times a row.
+
+    Args:
+      rotate: off takes one set of operands, for a try on small shapes.
+      run: what `compiled` gave; None compiles as the first call comes.
+    """
     first = row.make(0)
     sets = max(1, min(CALLS, math.ceil(CACHE_BYTES / sum(x.nbytes for x in jax.tree.leaves(first))) + 1)) if rotate else 1
-    operands = [first, *[row.make(i) for i in range(1, sets)]]
-    run = jax.jit(row.function, donate_argnums=row.donated)
+    operands = jax.block_until_ready([first, *[row.make(i) for i in range(1, sets)]])
+    run = run or _jitted(row)
 
     def calls(count: int) -> Any:
         out = None
@@ -58,6 +63,15 @@ def device_seconds(row: Row, *, rotate: bool = True) -> Timing:
     if seconds < LONG_CALL_S and (figures := profiling.profile(lambda: calls(CALLS))):
         return Timing(figures["busy_ms"] / CALLS / 1e3, "profiler", figures["num_kernels"] / CALLS, result)
     return Timing(seconds, "wall", None, result)
+
+
+def compiled(row: Row) -> Callable[..., Any]:
+    """A row's executable, for device_seconds. Makes no operands and calls nothing."""
+    return _jitted(row).lower(*jax.eval_shape(lambda: row.make(0))).compile()
+
+
+def _jitted(row: Row) -> Any:
+    return jax.jit(row.function, donate_argnums=row.donated)
 
 
 def wall_seconds(work: Callable[[], Any], repeats: int = 3) -> float:
