@@ -23,10 +23,11 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, D]."""
         with jax.named_scope("gate_up"):
-            if self.gate_up.quant is not None:  # activated by the product's own kernel where that pays
-                hidden = self.gate_up.quantized_weight().matmul(x, bias=None, out_dtype=x.dtype, activation="swiglu")
+            linear = self.gate_up  # or what calibration has put there, whose product is asked for as such
+            if isinstance(linear, Linear) and linear.quant is not None:  # activated by the product's own kernel where that pays
+                hidden = linear.quantized_weight().matmul(x, bias=None, out_dtype=x.dtype, activation="swiglu")
             else:
-                gate_up = self.gate_up(x)  # [T, 2, F]
+                gate_up = linear(x)  # [T, 2, F]
                 hidden = swiglu(gate_up[:, 0], gate_up[:, 1])
         with jax.named_scope("down"):
             return self.down(hidden)
