@@ -162,8 +162,9 @@ def _int4() -> dict[str, Callable[[], Case]]:
     cases |= {f"kernel-int4-{name}-swiglu-t1": one(*matrices[name], activation="swiglu") for name in ("gate-up", "m-gate-up")}
     cases |= {
         "kernel-int4-group64-t1": one(3584, 4608, group_size=64),
+        "kernel-int4-group64-swiglu-t1": one(3072, 16384, group_size=64, activation="swiglu"),
         "kernel-int4-symmetric-column-bias-t1": one(3584, 4608, group_size=3584, zeros=False, bias=True),
-        "kernel-int8-f16-t1": one(3584, 4608, bits=8, dtype=jnp.float16),
+        "kernel-int4-f16-t1": one(3584, 4608, dtype=jnp.float16),
     }
     for m in (8, 64):
         cases |= {

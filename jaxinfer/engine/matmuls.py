@@ -25,6 +25,13 @@ def matmul_choices(model: ModelConfig, layout: StepLayout, *, dtype: np.dtype, h
     return [f"{', '.join(names)}: {choice}" for choice, names in found.items()]
 
 
+def favours_single_rows(model: ModelConfig, *, dtype: np.dtype, hardware: Hardware) -> bool:
+    """Whether a projection has a kernel for a single token, which a bucket of more rows would not take."""
+    single = StepLayout(num_tokens=1, num_rows=1, num_updates=1, null_slot=0, decode_only=True)
+    return any(_choice(_spec(model, module, single, dtype), hardware).implementation == "stream"
+               for module in _quantised(model) if module not in (HEAD, EMBEDDING))
+
+
 def dequantised_bytes(model: ModelConfig, layouts: Sequence[StepLayout], *, dtype: np.dtype, hardware: Hardware) -> int:
     """The widest linear as a plain matrix, which steps of many tokens make of its integers for as long as they multiply with it.
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxinfer.config import CPU_MAX_NUM_SEQS, GPU_SCHEDULER_STEPS, EngineConfig
 from jaxinfer.engine.hardware import Hardware
-from jaxinfer.engine.matmuls import dequantised_bytes, target_of
+from jaxinfer.engine.matmuls import dequantised_bytes, favours_single_rows, target_of
 from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.models.config import ModelConfig
@@ -22,7 +22,7 @@ pallas_kernels/ragged_paged_attention/config.py). The price is the unused end of
 0.6 % at 16 (bench/results/memory.json)."""
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
 _LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all,
-                                            # but for 4 bits, whose products have a kernel of their own for a single row
+                                            # but for products that have a kernel of their own for a single row
 MAX_BURST_ROWS = 128       # beyond, steps are long beside what a launch leaves idle (1 ms of 7 at 128 rows in int4), and each loop is a compile
 _CPU_KV_SHARE = 0.125      # of RAM, at most
 _CPU_MAX_MODEL_LEN = 4096  # default cap on a CPU, where attention over more takes seconds a token
@@ -131,7 +131,8 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
         raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}: every running "
                           f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
     _check_buckets(engine, max_num_seqs, max_num_batched_tokens)
-    decode_rows = _decode_rows(model, max_num_seqs, hardware.platform)
+    favours_single = favours_single_rows(model, dtype=dtype, hardware=hardware)
+    decode_rows = _decode_rows(max_num_seqs, hardware.platform, favours_single=favours_single)
     layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size, decode_rows)
     part = model.part(engine.tensor_parallel_size)
     step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + dequantised_bytes(part, layouts, dtype=dtype, hardware=hardware)
@@ -257,16 +258,14 @@ def _layouts(engine: EngineConfig, token_buckets: tuple[int, ...], max_num_seqs:
     return tuple(sorted(layouts, key=lambda x: (x.num_tokens, not x.decode_only, x.num_rows)))
 
 
-def _decode_rows(model: ModelConfig, max_num_seqs: int, platform: str) -> tuple[int, ...]:
+def _decode_rows(max_num_seqs: int, platform: str, *, favours_single: bool) -> tuple[int, ...]:
     """Powers of two, and the most there can be."""
-    formats = [model.quantization.format_of(module) for module in model.projections()] if model.quantization else []
-    has_single = any(each is not None and each.bits == 4 for each in formats)
-    if has_single and max_num_seqs == 1:
+    if favours_single and max_num_seqs == 1:
         return (1,)
     least = _LEAST_DECODE_ROWS[platform]
     largest = max(max_num_seqs, least)
     rows = {2**i for i in range(largest.bit_length()) if least <= 2**i < largest} | {largest}
-    return tuple(sorted(rows | {1} if has_single else rows))
+    return tuple(sorted(rows | {1} if favours_single else rows))
 
 
 def _step_bytes(model: ModelConfig, layouts: tuple[StepLayout, ...], dtype: np.dtype, vocab_size: int) -> int:

@@ -47,7 +47,8 @@ STREAM_MOST_M = 8
 STREAM_PAYS_M = 2          # beyond, kernel_mosaic reads tokens once for more columns; at 4 they are within 4 % of each other
 STREAM_MOST_GROUPS = 4     # of a tile: a lane holds a scale and a zero point of each
 STREAM_WARPGROUPS = 4      # of a core, at 128 registers a thread
-STREAM_MOST_STEPS = 3      # tiles of k that a warp keeps while it goes from place to place, with the sums of its tokens
+STREAM_MOST_STEPS = 3      # tiles of k that a warp keeps while it goes from place to place,
+STREAM_MOST_SUMS = 6       # and groups of theirs whose sums of tokens it keeps; with scales of 32 bits half as many: more would spill
 STREAM_MOST_PLACES = 24
 STREAM_DEPTHS = (2, 3, 4, 6)
 STREAM_TILE_ISSUE = 220    # cycles of a core for a tile of each of four warps, counted in the machine code for sm_90
@@ -83,6 +84,8 @@ def stream_refusal(spec: MatmulSpec, target: Target) -> str | None:
 
 def stream_loss(spec: MatmulSpec, target: Target) -> str | None:
     """Why a later row does a call better than kernel_stream, or None if it does not."""
+    if spec.bits == 8:
+        return "is measured for 4 bits alone"
     return None if spec.m <= STREAM_PAYS_M else f"pays for at most {STREAM_PAYS_M} tokens, not for {spec.m}"
 
 
@@ -108,9 +111,11 @@ def _quickest_stream(spec: MatmulSpec, target: Target) -> StreamConfig:
 
 def stream_candidates(spec: MatmulSpec) -> Iterator[StreamConfig]:
     """All tiles of kernel_stream that hold to its rules."""
+    most_sums = STREAM_MOST_SUMS // (2 if spec.scale_dtype == "float32" else 1)
     for columns, warpgroups, splits in itertools.product((64, 32, 16), (1, 2, 4), (1, 2, 3)):
         steps = stream_steps(spec.num_tiles, columns, warpgroups, splits)
-        for places in range(1, STREAM_MOST_PLACES + 1) if steps <= STREAM_MOST_STEPS else (1,):
+        stays = steps <= STREAM_MOST_STEPS and steps * (layout.TILE_K // spec.group_k) <= most_sums
+        for places in range(1, STREAM_MOST_PLACES + 1) if stays else (1,):
             for depth in STREAM_DEPTHS if splits <= spec.num_tiles else ():
                 if places == 1 or depth % steps == 0:
                     yield stream_tiles(spec, columns, places, warpgroups, splits, depth)

@@ -28,6 +28,17 @@ def planned(shape: str = "Q", gpu: str = "a100-80gb", **settings: Any) -> Resolv
     return plan(EngineConfig(**{"max_model_len": 4096, **settings}), named_gpu(gpu), shape=shape)
 
 
+@pytest.mark.parametrize(("quantization", "dtype", "max_num_seqs", "wanted"), [
+    ("int4", "bfloat16", 32, [1, 8, 16, 32]), ("int4", "bfloat16", 1, [1]), ("int8", "bfloat16", 32, [8, 16, 32]),
+    ("int4", "float32", 32, [8, 16, 32]), (None, "bfloat16", 1, [8]),
+])
+def test_a_single_row_decodes_by_itself_where_that_has_a_kernel(quantization: str | None, dtype: str, max_num_seqs: int,
+                                                                wanted: list[int]) -> None:
+    settings = EngineConfig(max_model_len=256, max_num_seqs=max_num_seqs, dtype=dtype)
+    resolved = plan(settings, named_gpu("h200"), shape="Q", quantization=quantization)
+    assert [layout.num_rows for layout in resolved.layouts if layout.decode_only] == wanted
+
+
 def test_report_names_the_block_that_shows_what_was_chosen() -> None:
     lines = explain(planned()).splitlines()
     for name, block in (("token_buckets", "Buckets"), ("batch_buckets", "Buckets"), ("attention_implementation", "Kernels")):

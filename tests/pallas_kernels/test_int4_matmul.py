@@ -39,6 +39,7 @@ from pallas_kernels.int4_matmul.config import (
 from pallas_kernels.int4_matmul.stream_config import (
     STREAM_MEASURED,
     STREAM_MOST_STEPS,
+    STREAM_MOST_SUMS,
     stream_config,
     stream_shared_bytes,
     stream_steps,
@@ -315,7 +316,7 @@ def test_tiles_fit_the_device(shape: tuple[int, int], bits: int) -> None:
                 stream = stream_config(spec, target)
                 steps = stream_steps(spec.num_tiles, stream.columns, stream.warpgroups, stream.splits)
                 assert stream_shared_bytes(spec, stream) <= target.shared_memory_bytes and stream.splits <= spec.num_tiles
-                assert stream.places == 1 or stream.depth % steps == 0 and steps <= STREAM_MOST_STEPS
+                assert stream.places == 1 or stream.depth % steps == 0 and steps <= STREAM_MOST_STEPS and 4 * steps <= STREAM_MOST_SUMS
         wide = wgmma_config(spec, H200)
         assert wgmma_shared_bytes(spec, wide) <= H200.shared_memory_bytes and wide.stages >= 2
         assert wide.warpgroups * wide.splits <= spec.num_tiles and wide.warpgroups * wide.strips <= WGMMA_WARPGROUPS[wide.block_m]
