@@ -20,6 +20,14 @@ PARAMS = jaxinfer.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 
 
+@pytest.fixture(autouse=True)
+def heard_interrupts():
+    """A shell starts what it puts in the background with SIGINT ignored; here it raises KeyboardInterrupt all the same."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def is_idle(llm):
     return not llm.engine.has_work and not llm.engine.outputs._live and llm.engine.pages.num_free == llm.engine.pages.num_pages - 1
 
