@@ -95,9 +95,8 @@ def meet(number: jax.Array | int, num_warpgroups: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
     def wait(ctx: Any, number: Any) -> None:
         word = ir.IntegerType.get_signless(32)
-        number = number.registers.item() if isinstance(number, mgpu.FragmentedArray) else number
         # 0 is the whole block's, the next ones are those of single warpgroups.
-        llvm.inline_asm(None, [arith.addi(number, utils.c(1, word))], f"bar.sync $0, {128 * num_warpgroups};", "r", has_side_effects=True)
+        llvm.inline_asm(None, [arith.addi(only(number), utils.c(1, word))], f"bar.sync $0, {128 * num_warpgroups};", "r", has_side_effects=True)
 
     wait(jnp.int32(number))
 
@@ -143,31 +142,35 @@ def load_rows(ref: Any, num_rows: int, layout: Any, *, interpret: bool) -> jax.A
     return load(ref)
 
 
-def store_rows(ref: Any, value: jax.Array, first: jax.Array | int, end: jax.Array | int, layout: Any, *, shift: jax.Array | int = 0,
-               interpret: bool) -> None:
-    """Writes rows first <= r < end of `value` [R, C] to rows r + shift of a GMEM ref [R', C], and nothing else.
+def store_rows(ref: Any, value: jax.Array, first: jax.Array | int, end: jax.Array | int, layout: Any, *, interpret: bool) -> None:
+    """Writes rows first <= r < end of `value` [R, C] to the same rows of a GMEM ref [R', C], and nothing else.
 
     Rows outside may lie out of bounds.
     """
     if interpret:
         def put(r: jax.Array, _: None) -> None:
-            ref[r + shift] = lax.dynamic_index_in_dim(value, r, keepdims=False)
+            ref[r] = lax.dynamic_index_in_dim(value, r, keepdims=False)
 
         lax.fori_loop(jnp.int32(first), jnp.int32(end), put, None)
         return
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar, scalar, scalar))
-    def store(ctx: Any, x: Any, target: Any, low: Any, high: Any, by: Any) -> None:
-        word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        low, high, by = (x.registers.item() if isinstance(x, mgpu.FragmentedArray) else x for x in (low, high, by))
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar, scalar))
+    def store(ctx: Any, x: Any, target: Any, low: Any, high: Any) -> None:
+        word = ir.IntegerType.get_signless(32)
+        low, high = (only(x) for x in (low, high))
         for register, (row, column) in zip(x.registers.flat, x.layout.thread_idxs(x.shape), strict=True):
             r = arith.index_cast(word, row)
             inside = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, r, low), arith.cmpi(arith.CmpIPredicate.slt, r, high))
             with utils.when(inside):
-                llvm.store(register, _pointer(target, arith.index_cast(index, arith.addi(r, by)), column))
+                llvm.store(register, _pointer(target, row, column))
 
-    store(value, ref, jnp.int32(first), jnp.int32(end), jnp.int32(shift))
+    store(value, ref, jnp.int32(first), jnp.int32(end))
+
+
+def only(value: Any) -> Any:
+    """The register of a scalar argument of inlined code."""
+    return value.registers.item() if isinstance(value, mgpu.FragmentedArray) else value
 
 
 def _pointer(ref: Any, row: Any, column: Any) -> Any:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.mosaic import across
+from pallas_kernels.mosaic import across, only
 
 # Exponent bits, twice in a word, that make the low mantissa bits v a whole number: 128 + v or 1024 + v.
 MAGIC = {
@@ -72,16 +72,11 @@ def shifted_codes(words: jax.Array, plane: int, mask: jax.Array, *, dtype: Any, 
         word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         registers = np.empty(x.registers.shape, dtype=object)
         for index, register in np.ndenumerate(x.registers):
-            registers[index] = utils.bitcast(_pick(utils.bitcast(register, word), 4 * plane, _only(mask), magic), pair)
+            registers[index] = utils.bitcast(_pick(utils.bitcast(register, word), 4 * plane, only(mask), magic), pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     out = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=layout)
     return plgpu.inline_mgpu(arg_types=(layout, plgpu.Layout.WG_SPLAT(())), return_type=out)(convert)(words, mask)
-
-
-def _only(value: Any) -> Any:
-    """The register of a scalar argument."""
-    return value.registers.item() if isinstance(value, mgpu.FragmentedArray) else value
 
 
 def _pick(code: Any, shift: int, mask: Any, magic: int) -> Any:
@@ -119,7 +114,7 @@ def operand(words: jax.Array, plane: int, zero: jax.Array | None, scale: jax.Arr
     seven_bits = (name, bits) == ("bfloat16", 8)  # of a code's eight; the eighth decides whether 128 or 256 is taken off
 
     def convert(ctx: Any, x: Any, nibbles: Any, *rows: Any) -> Any:
-        kept = _only(nibbles) if bits == 4 else _word(0x007F007F if seven_bits else 0x00FF00FF)
+        kept = only(nibbles) if bits == 4 else _word(0x007F007F if seven_bits else 0x00FF00FF)
         word = ir.IntegerType.get_signless(32)
         native, pair = (out_layout or layout).to_mgpu(), ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         values = [[_scalar(value) for value in row.registers.flat] for row in rows]  # of a thread's two rows, eight apart
@@ -246,7 +241,7 @@ def bias_rows(ref: Any, first: jax.Array, num_rows: int, layout: Any, *, interpr
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((num_rows,), jnp.float32, layout=layout))
     def load(ctx: Any, source: Any, first: Any) -> Any:
-        first, num_columns = _only(first), ir.MemRefType(source.type).shape[1]
+        first, num_columns = only(first), ir.MemRefType(source.type).shape[1]
 
         def place(position: Any) -> Any:
             column = arith.addi(position, first)
@@ -266,7 +261,7 @@ def store_transposed(ref: Any, value: jax.Array, row: jax.Array, column: jax.Arr
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), scalar, scalar))
     def put(ctx: Any, x: Any, target: Any, row: Any, column: Any) -> None:
-        row, column = _only(row), _only(column)
+        row, column = only(row), only(column)
         long, word = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(32)
         kind = ir.MemRefType(target.type)
         num_rows, num_columns = kind.shape

@@ -21,7 +21,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import kernel_xla, layout
-from pallas_kernels.int4_matmul.fragments import _f32, _only, _word, load_float
+from pallas_kernels.int4_matmul.fragments import _f32, _word, load_float
+from pallas_kernels.mosaic import only
 
 WORDS = 8           # that a thread reads at a time, and values of a plane that it writes
 THREADS = 128
@@ -71,7 +72,7 @@ def _weights(tiles: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, k:
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * (2 + len(refs)), scalar, scalar))
         def convert(ctx: Any, packed: Any, scales: Any, *rest: Any) -> None:
             *zeros, out = rest[:-2]
-            strip, tile = (_only(value) for value in rest[-2:])
+            strip, tile = (only(value) for value in rest[-2:])
             lane = arith.andi(utils.thread_idx(), _word(THREADS - 1))
             chunks = num_words // WORDS
             for done in range(0, layout.TILE_N * chunks, THREADS):

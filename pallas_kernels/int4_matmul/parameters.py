@@ -19,7 +19,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.int4_matmul import layout
 from pallas_kernels.int4_matmul.config import MosaicConfig, WgmmaConfig, parameter_rows
-from pallas_kernels.int4_matmul.fragments import _only, _word, row_of_floats
+from pallas_kernels.int4_matmul.fragments import _word, row_of_floats
+from pallas_kernels.mosaic import only
 
 CHUNK_BYTES = 16  # of one cp.async
 THREADS = 128     # of a warpgroup
@@ -90,7 +91,7 @@ def _copy(source: Any, target: Any, first: jax.Array, column: jax.Array) -> None
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))
     def copy(ctx: Any, source: Any, target: Any, first: Any, column: Any) -> None:
         long, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
-        first, column = _only(first), _only(column)
+        first, column = only(first), only(column)
         kind, (num_rows, num_columns) = ir.MemRefType(source.type), ir.MemRefType(target.type).shape
         width = utils.bitwidth(kind.element_type) // 8
         values, chunks = CHUNK_BYTES // width, num_columns * width // CHUNK_BYTES  # of a copy, of a row
@@ -123,7 +124,7 @@ def _read(source: Any, row: jax.Array, row_layout: Any, *, interpret: bool) -> j
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar),
                        return_type=plgpu.ShapeDtypeStruct((layout.TILE_N,), jnp.float32, layout=row_layout))
     def load(ctx: Any, source: Any, row: Any) -> Any:
-        start = arith.muli(_only(row), _word(ir.MemRefType(source.type).shape[1]))
+        start = arith.muli(only(row), _word(ir.MemRefType(source.type).shape[1]))
         return row_of_floats(source, row_layout.to_mgpu(), layout.TILE_N, lambda position: arith.addi(start, position))
 
     return load(source, jnp.int32(row))

@@ -18,8 +18,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.int4_matmul import layout
-from pallas_kernels.int4_matmul.fragments import _only, _word, load_float
+from pallas_kernels.int4_matmul.fragments import _word, load_float
 from pallas_kernels.int4_matmul.stream_config import StreamConfig
+from pallas_kernels.mosaic import only
 
 BLOCK_M = 8
 CHUNK = 64         # words of a tile that are one operand
@@ -63,7 +64,7 @@ class Walk:
 
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[plgpu.Layout.WG_SPLAT(())] * len(numbers)), return_type=out)
         def run(ctx: Any, *args: Any) -> Any:
-            return function(*args[:len(refs)], *[_only(value) for value in args[len(refs):]])
+            return function(*args[:len(refs)], *[only(value) for value in args[len(refs):]])
 
         return run(*refs, *numbers)
 
@@ -285,7 +286,7 @@ def put_sums(ref: Any, value: jax.Array, number: jax.Array, layout: Any) -> None
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def put(ctx: Any, x: Any, target: Any, number: Any) -> None:
         word = ir.IntegerType.get_signless(32)
-        base = arith.muli(_only(number), _word(num_tokens * TILE_N))
+        base = arith.muli(only(number), _word(num_tokens * TILE_N))
         for register, (r, c) in zip(x.registers.flat, x.layout.thread_idxs(x.shape), strict=True):
             for i in range(x.layout.vector_length):
                 token = arith.addi(arith.index_cast(word, c), _word(i))
@@ -309,7 +310,7 @@ def copy_tokens(source: Any, target: Any, start: jax.Array, *, num_threads: int)
         for done in range(0, num_rows * chunks, num_threads):
             index = arith.addi(utils.thread_idx(), _word(done))
             row, at = arith.divui(index, _word(chunks)), arith.muli(arith.remui(index, _word(chunks)), _word(8))
-            column = arith.addi(_only(start), at)
+            column = arith.addi(only(start), at)
             inside = arith.cmpi(arith.CmpIPredicate.ult, column, _word(num_columns))
             element = arith.addi(arith.muli(arith.minui(row, _word(num_rows - 1)), _word(num_columns)), arith.select(inside, column, _word(0)))
 
@@ -361,7 +362,7 @@ def write_out(out_ref: Any, sums: Any, bias_ref: Any, column: jax.Array, *, colu
         for done in range(0, num_rows * width, THREADS):
             index = arith.addi(arith.andi(utils.thread_idx(), _word(THREADS - 1)), _word(done))
             token, at = arith.divui(index, _word(width)), arith.remui(index, _word(width))
-            n = arith.addi(_only(first), at)
+            n = arith.addi(only(first), at)
             inside = arith.andi(arith.cmpi(arith.CmpIPredicate.ult, token, _word(num_rows)),
                                 arith.cmpi(arith.CmpIPredicate.ult, n, _word(num_columns)))
             with utils.when(inside):
