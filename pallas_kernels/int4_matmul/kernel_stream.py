@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import fragments, layout, stream
 from pallas_kernels.int4_matmul.kernel_mosaic import pieces, sums_tokens
+from pallas_kernels.int4_matmul.launch import added_up, widened
 from pallas_kernels.int4_matmul.stream import BLOCK_M, CHUNK, ROW_SKEW, THREADS, TILE_K, TILE_N, WARP_COLUMNS
 from pallas_kernels.int4_matmul.stream_config import StreamConfig, stream_steps
 from pallas_kernels.mosaic import across, constant
@@ -51,9 +52,9 @@ def int4_matmul(
     if interpret:                             # which lets nothing out of bounds
         x = jnp.pad(x, ((0, BLOCK_M - m), (0, 0)))
         more_k, more_n = packed.shape[1] * TILE_K - x.shape[1], -n % (config.columns * config.places)
-        bias = None if bias is None else _padded(bias, more_n)
-    x, scales = _padded(x, more_k), _padded(scales, more_n)
-    zeros = None if zeros is None else _padded(zeros.astype(jnp.bfloat16), more_n)
+        bias = None if bias is None else widened(bias, more_n)
+    x, scales = widened(x, more_k), widened(scales, more_n)
+    zeros = None if zeros is None else widened(zeros.astype(jnp.bfloat16), more_n)
     width = n + more_n if interpret else n
     shape = (x.shape[0], width // 2 if config.gated else width)
     out = jax.ShapeDtypeStruct(shape, out_dtype) if config.splits == 1 else jax.ShapeDtypeStruct((config.splits, *shape), jnp.float32)
@@ -63,12 +64,7 @@ def int4_matmul(
     sums = run(x, packed, scales, *([] if zeros is None else [zeros]), *([bias[None]] if has_bias and bias is not None else []))
     if config.splits == 1:
         return sums[:m, :n // 2] if config.gated else sums[:m, :n]
-    total = jnp.sum(sums, axis=0)[:m, :n]
-    return (total if bias is None else total + bias[:n].astype(jnp.float32)).astype(out_dtype)
-
-
-def _padded(rows: jax.Array, columns: int) -> jax.Array:
-    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, columns)]) if columns else rows
+    return added_up(sums[:, :m, :n], bias, out_dtype)
 
 
 def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, up: int, has_zeros: bool, has_bias: bool, bits: int, out: Any,
@@ -202,7 +198,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, up: int, has_
                 plgpu.barrier_wait(done[0])
             target = out_ref if config.splits == 1 else out_ref.at[split]
             stream.write_out(target, sums_smem, bias_ref, column_of(jnp.int32(0)), columns=config.columns, up=up if config.gated else None,
-                    interpret=interpret)
+                             interpret=interpret)
 
     warps = config.warpgroups * THREADS // 32
     rows = TILE_K // group_k * WARP_COLUMNS * (scales.dtype.itemsize + 2 * has_zeros)  # bytes of an item's parameters

@@ -39,10 +39,10 @@ def launch(
         zeros = zeros.astype(jnp.bfloat16)
     width = config.strips * layout.TILE_N
     if interpret:  # which lets nothing out of bounds
-        scales = _widened(scales, -n % width)
-        zeros, bias = (None if row is None else _widened(row, -n % width) for row in (zeros, bias))
+        scales = widened(scales, -n % width)
+        zeros, bias = (None if row is None else widened(row, -n % width) for row in (zeros, bias))
     elif n % 8:  # rows of parameters are copied 16 bytes at a time
-        scales, zeros = _widened(scales, -n % 8), None if zeros is None else _widened(zeros, -n % 8)
+        scales, zeros = widened(scales, -n % 8), None if zeros is None else widened(zeros, -n % 8)
     shape = (-(-m // config.block_m) * config.block_m, -(-n // width) * width) if interpret else (m, n)
     out = jax.ShapeDtypeStruct(shape, out_dtype) if config.splits == 1 else jax.ShapeDtypeStruct((config.splits, *shape), jnp.float32)
     run = make_kernel(x, packed, scales, has_zeros=zeros is not None, has_bias=bias is not None and config.splits == 1, bits=bits, out=out,
@@ -50,8 +50,17 @@ def launch(
     arrays = [x, packed, scales, *([] if zeros is None else [zeros])]
     if config.splits == 1:
         return run(*arrays, *([] if bias is None else [bias[None]]))[:m, :n]
-    total = jnp.sum(run(*arrays), axis=0)[:m, :n]
-    return (total if bias is None else total + bias[:n].astype(jnp.float32)).astype(out_dtype)
+    return added_up(run(*arrays)[:, :m, :n], bias, out_dtype)
+
+
+def added_up(
+    parts: jax.Array,          # [splits, m, n]
+    bias: jax.Array | None,    # [n, or more]
+    out_dtype: str,
+) -> jax.Array:                # [m, n]
+    """The float32 sums of splits of k, and the bias, as one product."""
+    total = jnp.sum(parts, axis=0)
+    return (total if bias is None else total + bias[:total.shape[1]].astype(jnp.float32)).astype(out_dtype)
 
 
 def _padded(x: jax.Array, k: int, block_m: int, *, exact: bool) -> jax.Array:
@@ -63,5 +72,6 @@ def _padded(x: jax.Array, k: int, block_m: int, *, exact: bool) -> jax.Array:
     return jnp.pad(x, ((0, rows), (0, columns))) if rows or columns else x
 
 
-def _widened(rows: jax.Array, columns: int) -> jax.Array:
-    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, columns)])
+def widened(rows: jax.Array, columns: int) -> jax.Array:
+    """[..., n] with so many columns of zeros more."""
+    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, columns)]) if columns else rows
