@@ -22,7 +22,6 @@ All of it is float32: terms 30 times as large as x (q - z) cost 5 of its 24 bits
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,12 +31,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.int4_matmul import fragments, layout, parameters
+from pallas_kernels.int4_matmul import fragments, groups, layout, parameters
 from pallas_kernels.int4_matmul.config import MosaicConfig
+from pallas_kernels.int4_matmul.groups import CHUNK, pieces, sums_tokens
 from pallas_kernels.int4_matmul.launch import launch
 from pallas_kernels.mosaic import across, constant
 
-CHUNK = 64          # words of a tile that are unpacked at a time: one swizzled row
 TILE_N, TILE_K = layout.TILE_N, layout.TILE_K
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
@@ -45,18 +44,6 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: MosaicConfig, interpret: bool) -> jax.Array:
     """See api.int4_matmul; arrays are x, packed, scales, zeros and bias. `interpret` runs it on the CPU, slowly, for tests."""
     return launch(_kernel, *arrays, bits=bits, out_dtype=out_dtype, config=config, interpret=interpret)
-
-
-def sums_tokens(block_m: int, bits: int, dtype: Any) -> bool:
-    """Whether codes go into the product as 128 + q, sums of x making up for it. float16's 1024 + q would cost 8 bits of 24."""
-    return (block_m, bits, jnp.dtype(dtype)) == (8, 4, jnp.bfloat16)
-
-
-def pieces(group_k: int, num_k: int) -> Iterator[tuple[int, int, int]]:
-    """(first k of the chunk, k, values) of what is multiplied at a time: a chunk of a tile, or a group where that is less."""
-    size = min(group_k, CHUNK)
-    for k in range(0, num_k, size):
-        yield k // CHUNK * CHUNK, k, size
 
 
 def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bool, has_bias: bool, bits: int, out: Any,
@@ -83,6 +70,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         read = jnp.minimum(strip, num_strips - 1)  # past the last strip the last one serves; what comes of it is not stored
         column, mask = read * TILE_N, fragments.nibble_mask(interpret=interpret)
         ones = plgpu.layout_cast(jnp.ones((TILE_N, min(group_k, CHUNK)), dtype), lhs_layout)
+        weights_of = functools.partial(groups.weights, by_sums=by_sums, mask=mask, bits=bits, dtype=dtype, layout=lhs_layout,
+                                       row_layout=row_layout, interpret=interpret)
+        offset_of = functools.partial(groups.offset, bits=bits, dtype=dtype)
 
         def fetch(j: jax.Array) -> None:
             slot = lax.rem(j, jnp.int32(stages))
@@ -115,19 +105,8 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 if by_sums:
                     sums = mosaic.mma(sums, ones, right, interpret=interpret)
                 if (k + size) % group_k == 0:
-                    acc = acc + (product - sums * offset_of(zero) if by_sums else product) * across(scale, block_m)
+                    acc = acc + (product - sums * offset_of(zero, block_m) if by_sums else product) * across(scale, block_m)
             return acc
-
-        def weights_of(words: jax.Array, plane: int, zero: list[jax.Array]) -> jax.Array:
-            if by_sums:
-                return fragments.shifted_codes(words, plane, mask, dtype=dtype, layout=lhs_layout, interpret=interpret)
-            return fragments.operand(words, plane, zero[0] if zero else None, mask=mask, bits=bits, dtype=dtype, layout=lhs_layout,
-                                     row_layout=row_layout, interpret=interpret)
-
-        def offset_of(zero: list[jax.Array]) -> Any:
-            """What shifted codes are too large by."""
-            offset = float(fragments.MAGIC[jnp.dtype(dtype).name][1])
-            return across(zero[0] + offset, block_m) if zero else offset + 2.0 ** (bits - 1)
 
         def step(j: jax.Array, acc: jax.Array) -> jax.Array:
             more = j + (stages - 1) < count

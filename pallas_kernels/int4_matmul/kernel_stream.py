@@ -14,9 +14,10 @@ columns each, share the tiles of 256 values of k among them in turn (columns 32,
 A lane's 16 bytes are 8 words of one column, where a tensor core's operand wants 2 and 2 more 8 further on. A sum does not mind the order of its
 terms: lanes take the tokens in that same order, which is 8 values in a row too (`stream.Walk.tokens`).
 
-Instructions: 4 bits in bfloat16 go in as 128 + q, with a product by ones for what they are too large by (kernel_mosaic.sums_tokens).
+Instructions: 4 bits in bfloat16 go in as 128 + q, with a product by ones for what they are too large by (groups.py).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -26,10 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.int4_matmul import fragments, layout, stream
-from pallas_kernels.int4_matmul.kernel_mosaic import pieces, sums_tokens
+from pallas_kernels.int4_matmul import fragments, groups, layout, stream
+from pallas_kernels.int4_matmul.groups import CHUNK, pieces, sums_tokens
 from pallas_kernels.int4_matmul.launch import added_up, widened
-from pallas_kernels.int4_matmul.stream import BLOCK_M, CHUNK, ROW_SKEW, THREADS, TILE_K, TILE_N, WARP_COLUMNS
+from pallas_kernels.int4_matmul.stream import BLOCK_M, ROW_SKEW, THREADS, TILE_K, TILE_N, WARP_COLUMNS
 from pallas_kernels.int4_matmul.stream_config import StreamConfig, stream_steps
 from pallas_kernels.mosaic import across, constant
 
@@ -95,6 +96,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, up: int, has_
         mask = fragments.nibble_mask(interpret=interpret)
         nothing = constant((TILE_N, BLOCK_M), 0, acc_layout)
         ones = plgpu.layout_cast(jnp.ones((TILE_N, min(group_k, CHUNK)), dtype), lhs_layout)
+        weights_of = functools.partial(groups.weights, by_sums=by_sums, mask=mask, bits=bits, dtype=dtype, layout=lhs_layout,
+                                       row_layout=row_layout, interpret=interpret)
+        offset_of = functools.partial(groups.offset, bits=bits, dtype=dtype)
 
         def column_of(place: jax.Array) -> jax.Array:
             if not config.gated:
@@ -124,19 +128,19 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, up: int, has_
                 sums[k // group_k] = _mma(sums[k // group_k], ones, right_of(step, tokens, chunk, k, size), interpret=interpret)
             return sums
 
-        def multiply(item: jax.Array, step: jax.Array, acc: jax.Array, sums: list[Any] | None) -> jax.Array:
+        def multiply(place: jax.Array, step: jax.Array, acc: jax.Array, sums: list[Any] | None) -> jax.Array:
             """acc plus the scaled products of an item; `sums` of the tokens are those of the step, if they are at hand."""
-            slot, before = lax.rem(item, jnp.int32(config.depth)), acc
-            column = column_of(place_and_step(item)[0])
+            item, column, before = place * steps + step, column_of(place), acc
+            slot = lax.rem(item, jnp.int32(config.depth))
             walk.wait()
             words = [walk.words(slot, c, column, step, lhs_layout) for c in range(0, num_words, CHUNK)]
-            groups = [walk.parameters(slot, k, column, step, row_layout) for k in range(0, TILE_K, group_k)]
+            parameters = [walk.parameters(slot, k, column, step, row_layout) for k in range(0, TILE_K, group_k)]
             send(item + config.depth)
             tokens: dict[int, Any] = {}
             for chunk, k, size in pieces(group_k, num_words * num_planes):
                 plane, c = divmod(chunk, num_words)
                 if k % group_k == 0:
-                    scale, *zero = groups[k // group_k]
+                    scale, *zero = parameters[k // group_k]
                     product, total = nothing, nothing
                 left = fragments.part(words[c // CHUNK], k - chunk, size, axis=1, layout=lhs_layout, interpret=interpret)
                 right = right_of(step, tokens, chunk, k, size)
@@ -145,20 +149,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, up: int, has_
                     total = _mma(total, ones, right, interpret=interpret)
                 if (k + size) % group_k == 0:
                     if by_sums:
-                        product = product - (total if sums is None else sums[k // group_k]) * offset_of(zero)
+                        product = product - (total if sums is None else sums[k // group_k]) * offset_of(zero, BLOCK_M)
                     acc = acc + product * across(scale, BLOCK_M)
             return acc if are_full else jnp.where(across(walk.is_there(step, row_layout), BLOCK_M) > 0, acc, before)
-
-        def weights_of(words: jax.Array, plane: int, zero: list[jax.Array]) -> jax.Array:
-            if by_sums:
-                return fragments.shifted_codes(words, plane, mask, dtype=dtype, layout=lhs_layout, interpret=interpret)
-            return fragments.operand(words, plane, zero[0] if zero else None, mask=mask, bits=bits, dtype=dtype, layout=lhs_layout,
-                                     row_layout=row_layout, interpret=interpret)
-
-        def offset_of(zero: list[jax.Array]) -> Any:
-            """What shifted codes are too large by."""
-            offset = float(fragments.MAGIC[jnp.dtype(dtype).name][1])
-            return across(zero[0] + offset, BLOCK_M) if zero else offset + 2.0 ** (bits - 1)
 
         def put(place: jax.Array, acc: jax.Array) -> None:
             """A warpgroup's part of the sums of a place."""
@@ -170,7 +163,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, up: int, has_
         def visit(place: jax.Array, _: None) -> None:
             acc = nothing
             for step in range(steps):
-                acc = multiply(place * steps + step, jnp.int32(step), acc, kept[step] if kept else None)
+                acc = multiply(place, jnp.int32(step), acc, kept[step] if kept else None)
             put(place, acc)
 
         if not interpret:
@@ -186,7 +179,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, up: int, has_
             lax.fori_loop(0, jnp.minimum(jnp.int32(config.places), walk.count * items), visit, None)
         else:
             put(jnp.int32(0), lax.fori_loop(0, jnp.minimum(jnp.int32(steps), walk.count * items),
-                                            lambda step, acc: multiply(step, step, acc, None), nothing))
+                                            lambda step, acc: multiply(jnp.int32(0), step, acc, None), nothing))
         if interpret:
             plgpu.barrier_arrive(done[0])
         else:

@@ -19,11 +19,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.int4_matmul import layout
 from pallas_kernels.int4_matmul.fragments import _word, load_float
+from pallas_kernels.int4_matmul.groups import CHUNK
 from pallas_kernels.int4_matmul.stream_config import StreamConfig
 from pallas_kernels.mosaic import only
 
 BLOCK_M = 8
-CHUNK = 64         # words of a tile that are one operand
 WARP_COLUMNS = 16
 THREADS = 128      # of a warpgroup
 ROW_SKEW = 32      # values between rows of tokens in shared memory: neighbours' banks differ
