@@ -28,6 +28,11 @@ def layout(num_vectors: int, width: int = 1) -> Any:
     return plgpu.Layout.WG_STRIDED((num_vectors * width,), width)
 
 
+def numbers(block: Any, num_vectors: int) -> jax.Array:
+    """[V] uint32: the numbers, among all, of the vectors of the `block`-th block of V."""
+    return (block * num_vectors).astype(jnp.uint32) + plgpu.broadcasted_iota(jnp.uint32, (num_vectors,), 0, layout=layout(num_vectors))
+
+
 def load(ref: Any, row: jax.Array, column: jax.Array, width: int, *, other: Any = None, from_other: jax.Array | None = None,
          interpret: bool) -> jax.Array:
     """[V * width] from places [V] of a ref that nobody writes, or of another of its shape where `from_other` [V] says so."""

@@ -15,7 +15,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic, vectors
 from pallas_kernels.rotary_kv_write.config import MOSAIC_VECTOR, mosaic_block
@@ -41,13 +40,11 @@ def rotary_kv_write(
     row_pairs = half // MOSAIC_VECTOR
     num_pairs = num_tokens * num_kv_heads * members * row_pairs
     block = mosaic_block(num_pairs)
-    layout = vectors.layout(block)
     load, store = functools.partial(vectors.load, interpret=interpret), functools.partial(vectors.store, interpret=interpret)
 
     def body(k_pool, v_pool, qkv_ref, *refs):  # type: ignore[no-untyped-def]
         query_cos_ref, query_sin_ref, key_cos_ref, key_sin_ref, slots_ref, q_ref = refs
-        start = (lax.axis_index("block") * block).astype(jnp.uint32)
-        pair = start + plgpu.broadcasted_iota(jnp.uint32, (block,), 0, layout=layout)
+        pair = vectors.numbers(lax.axis_index("block"), block)
         held = jnp.minimum(pair, num_pairs - 1)  # those beyond the last one read it again and write nothing
         row, column = held // row_pairs, held % row_pairs * MOSAIC_VECTOR
         head, member = row // members, row % members  # KV heads are counted over all tokens

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic, vectors
 from pallas_kernels.write_kv_pages.config import MOSAIC_FAN, MOSAIC_VECTOR, mosaic_block
@@ -33,13 +32,11 @@ def write_kv_pages(
     head_vectors = head_dim // width
     num_vectors = num_tokens * num_kv_heads * head_vectors
     block = mosaic_block(num_vectors)
-    layout = vectors.layout(block)
     load, store = functools.partial(vectors.load, interpret=interpret), functools.partial(vectors.store, interpret=interpret)
 
     def body(k_pool, v_pool, k_ref, v_ref, table_ref, cu_ref, lens_ref):  # type: ignore[no-untyped-def]
-        start = (lax.axis_index("block") * block).astype(jnp.uint32)
-        number = start + plgpu.broadcasted_iota(jnp.uint32, (block,), 0, layout=layout)
-        number = jnp.minimum(number, num_vectors - 1)  # what would follow the last vector is that one again, written twice alike
+        # What would follow the last vector is that one again, written twice alike.
+        number = jnp.minimum(vectors.numbers(lax.axis_index("block"), block), num_vectors - 1)
         head, column = number // head_vectors, number % head_vectors * width  # KV heads are counted over all tokens
         token, zero = head // num_kv_heads, jnp.zeros_like(number)
         values = [load(ref, head, column, width) for ref in (k_ref, v_ref)]
