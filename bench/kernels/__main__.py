@@ -1,7 +1,7 @@
 """Times the kernels beside their peers and the device's ceilings, each call on operands that are not in the cache.
 
   python -m bench.kernels [--ops=decode,prefill,...] [--arch=80] [--processes=8] [--name=NAME]
-  python -m bench.kernels --plot=bench/results/kernels-nvidia-h200.json
+  python -m bench.kernels --plot=bench/results/kernels-attention-nvidia-h200.json
 Rows are device time (see timing.py). --arch=80 runs the path that an A100 takes on a newer GPU. --tiny shrinks every shape, to try the
 program on a CPU. Most of a row's time goes to compiling its kernel: --processes=N compiles in N processes, of which one at a time has the
 GPU. The result file is written after every row, so that a run that is ended keeps what it had. Exit status 1 where one of our own kernels
