@@ -156,7 +156,7 @@ MOSAIC_MAX_STAGES = 4           # the sm_80 pipeline is unrolled once a stage
 MOSAIC_MAX_SPLITS = 64
 MOSAIC_BLOCKS = 256             # two a core of an H200 (132) or an A100 (108): more split rows finer for no gain and cost a combination
 MOSAIC_LONG_BLOCKS = 512        # the same where sequences can be long: a block then takes at most MOSAIC_LONG_PAGES pages
-MOSAIC_LONG_PAGES = 32
+MOSAIC_LONG_PAGES = 32          # or twice as many where blocks are enough without: halves of 4096 keys cost more than they even out
 MOSAIC_PREFILL_BLOCK_Q = 64     # four warps of one m-tile each
 MOSAIC_PREFILL_STAGES = 3
 TRITON_HEAD_DIMS = (64, 128)
@@ -207,10 +207,12 @@ def mosaic_config(spec: AttentionSpec) -> MosaicConfig:
 
     Splits, H200, context 640 unless said, 28/4 heads, us: 8 rows 9.9 with 5 or 10, 10.7 with 16, 13.6 with 32; 32 rows 17.9 with 2, 19.5
     with 4; 128 rows 46.6 with 1, 52.7 with 2. One row of 32768 keys among 8: 32.9 with 16, 27.9 with 64. 32 rows of 4096, 64/8 heads:
-    125.5 with 1, 138.9 with 2, 133.2 with 3. A third or fourth stage changes less than 2 %.
+    125.5 with 1, 138.9 with 2, 133.2 with 3: one split, then, up to 4096 keys where blocks are enough. A third or fourth stage changes less
+    than 2 %.
     """
     blocks = spec.num_tokens * spec.num_kv_heads
-    long = min(-(-spec.pages_per_seq // MOSAIC_LONG_PAGES), MOSAIC_LONG_BLOCKS // blocks)
+    most_pages = MOSAIC_LONG_PAGES * (1 if blocks < MOSAIC_BLOCKS else 2)
+    long = min(-(-spec.pages_per_seq // most_pages), MOSAIC_LONG_BLOCKS // blocks)
     splits = max(1, min(MOSAIC_MAX_SPLITS, spec.pages_per_seq, max(-(-MOSAIC_BLOCKS // blocks), long)))
     stages = max(2, min(MOSAIC_MAX_STAGES, MOSAIC_STAGE_BYTES // _page_bytes(spec)))
     return MosaicConfig(splits=splits, min_pages=max(1, 128 // spec.page_size), stages=stages,
