@@ -154,7 +154,7 @@ def _int4() -> dict[str, Callable[[], Case]]:
 
     matrices = {"qkv": (3584, 4608), "o": (3584, 3584), "gate-up": (3584, 37888), "down": (18944, 3584),
                 "m-qkv": (4096, 12288), "m-o": (4096, 4096), "m-gate-up": (4096, 22016), "m-down": (11008, 4096)}
-    tokens = {"qkv": (8, 16, 64), "o": (8, 64), "gate-up": (8, 32, 64, 256), "down": (8, 128, 256), "m-qkv": (8,), "m-o": (8,),
+    tokens = {"qkv": (8, 16, 64), "o": (8, 64), "gate-up": (8, 16, 32, 64, 128, 256), "down": (8, 64, 128, 256), "m-qkv": (8,), "m-o": (8,),
               "m-gate-up": (8,), "m-down": (8, 64)}
     cases = {f"kernel-int4-{name}-t{m}": of(m, *matrices[name]) for name, ms in tokens.items() for m in ms}
     one = functools.partial(of, 1, kernels=("int4_matmul_stream",))
@@ -175,6 +175,8 @@ def _int4() -> dict[str, Callable[[], Case]]:
         }
     return cases | {
         "kernel-int4-group32-t8": of(8, 3584, 4608, group_size=32),
+        "kernel-int4-group32-t128": of(128, 3584, 4608, group_size=32),
+        "kernel-int4-group64-gate-up-t32": of(32, 3584, 37888, group_size=64),
         "kernel-int8-f16-t8": of(8, 3584, 4608, bits=8, dtype=jnp.float16),
         "kernel-int8-gate-up-t8": of(8, 3584, 37888, bits=8),
         "kernel-int8-gate-up-t64": of(64, 3584, 37888, bits=8),

@@ -31,18 +31,7 @@ from pallas_kernels import int4_matmul
 from pallas_kernels.dispatch import Target, current_target
 from pallas_kernels.int4_matmul import kernel_dequantize, kernel_mosaic, kernel_stream, kernel_wgmma
 from pallas_kernels.int4_matmul.api import matmul_spec
-from pallas_kernels.int4_matmul.config import (
-    WGMMA_CAPABILITIES,
-    WGMMA_WARPGROUPS,
-    MatmulSpec,
-    MosaicConfig,
-    WgmmaConfig,
-    mosaic_config,
-    mosaic_shared_bytes,
-    wgmma_config,
-    wgmma_shared_bytes,
-    xla_strip_tiles,
-)
+from pallas_kernels.int4_matmul.config import MatmulSpec, MosaicConfig, mosaic_config, mosaic_shared_bytes, xla_strip_tiles
 from pallas_kernels.int4_matmul.stream_config import (
     StreamConfig,
     stream_candidates,
@@ -50,6 +39,14 @@ from pallas_kernels.int4_matmul.stream_config import (
     stream_cycles,
     stream_refusal,
     stream_shared_bytes,
+)
+from pallas_kernels.int4_matmul.wgmma_config import (
+    WGMMA_CAPABILITIES,
+    WGMMA_SIZES,
+    WGMMA_WARPGROUPS,
+    WgmmaConfig,
+    wgmma_config,
+    wgmma_shared_bytes,
 )
 
 _MS = flags.DEFINE_list("ms", ["8", "16", "32", "64", "128"], "Tokens; 16 to 64 try both kernels, 256 and more dequantising as well.")
@@ -64,17 +61,23 @@ ROTATE_BYTES = 192 * 2**20
 ROUNDS = 2          # of all sets of operands, in a profile
 LAUNCH_US = 1.5     # from the end of a kernel to the start of the next in a captured graph, which a profile's busy time leaves out
 STREAM_TRIES = 14   # of kernel_stream's tiles, those that should be quickest
-MOST_MOSAIC_M, LEAST_WGMMA_M, LEAST_DEQUANTIZED_M = 64, 16, 256  # where each is tried
+MOST_MOSAIC_M, LEAST_WGMMA_M, LEAST_DEQUANTIZED_M = 64, 8, 256  # where each is tried
 # By m, in the order of config.py's tables: of kernel_mosaic for few tokens, of kernel_wgmma for more. What does not fit is passed over.
 MOSAIC = {8: ((5, 1, 3, 1), (5, 1, 2, 1), (4, 1, 4, 1), (1, 1, 2, 5), (4, 2, 3, 1), (2, 5, 3, 1), (1, 1, 3, 5), (2, 1, 3, 1), (1, 9, 4, 4),
               (1, 9, 3, 4), (1, 11, 3, 5), (2, 1, 4, 2), (4, 1, 2, 1)),
           16: ((4, 1, 3, 1), (4, 2, 3, 1), (2, 1, 3, 1), (1, 1, 3, 4))}
-WGMMA = {32: ((5, 1, 1, 3, 4, 256), (5, 1, 1, 3, 4, 128), (5, 1, 1, 2, 4, 256), (2, 2, 1, 2, 4, 256), (1, 4, 1, 2, 2, 256),
-              (1, 4, 2, 2, 2, 256), (1, 4, 2, 2, 2, 128), (1, 4, 3, 2, 2, 128), (4, 1, 9, 3, 4, 128)),
-         64: ((3, 1, 1, 3, 8, 128), (1, 1, 1, 4, 2, 256), (1, 2, 1, 4, 4, 128), (1, 2, 2, 2, 2, 256), (1, 2, 2, 4, 2, 256),
-              (1, 2, 2, 3, 2, 256), (1, 2, 2, 4, 2, 128), (3, 1, 5, 2, 2, 256)),
-         128: ((1, 2, 1, 2, 2, 128), (1, 2, 2, 2, 2, 128), (1, 1, 2, 4, 2, 256), (2, 1, 3, 4, 4, 128)),
-         256: ((2, 1, 1, 4, 4, 64), (1, 1, 1, 4, 4, 64), (2, 1, 4, 4, 4, 64))}
+WGMMA = {8: ((5, 1, 1, 2, 4, 256), (4, 1, 9, 2, 4, 256)),
+         16: ((5, 1, 1, 2, 4, 256), (1, 1, 1, 2, 2, 256), (3, 1, 1, 2, 4, 256), (1, 4, 1, 2, 2, 256), (1, 4, 2, 2, 2, 256),
+              (4, 1, 9, 2, 4, 256)),
+         32: ((5, 1, 1, 2, 4, 256), (3, 1, 1, 2, 4, 256), (1, 1, 1, 2, 2, 256), (1, 4, 1, 2, 2, 256), (1, 4, 2, 2, 2, 128),
+              (1, 2, 1, 2, 2, 256), (1, 2, 2, 2, 2, 256), (4, 1, 9, 2, 4, 256)),
+         64: ((1, 1, 1, 2, 3, 128), (1, 1, 1, 4, 2, 256), (1, 2, 1, 2, 2, 256), (1, 2, 2, 2, 2, 256), (1, 3, 1, 2, 2, 128),
+              (1, 3, 2, 2, 2, 128), (3, 1, 1, 2, 4, 128), (3, 1, 5, 2, 4, 128), (1, 1, 4, 2, 3, 128), (1, 1, 1, 2, 4, 64)),
+         128: ((1, 1, 1, 2, 3, 64), (1, 1, 1, 2, 4, 64), (1, 2, 1, 2, 4, 64), (1, 2, 2, 2, 4, 64), (3, 1, 1, 2, 8, 64),
+               (1, 1, 4, 2, 4, 64), (1, 1, 3, 2, 4, 64), (3, 1, 6, 2, 8, 64)),
+         256: ((1, 1, 1, 3, 4, 64), (2, 1, 1, 4, 4, 64), (2, 1, 2, 4, 4, 64), (2, 1, 3, 4, 4, 64), (2, 1, 4, 4, 4, 64))}
+WGMMA |= dict.fromkeys((512, 1024), ((1, 1, 1, 3, 4, 64), (2, 1, 1, 4, 4, 64), (2, 1, 3, 4, 4, 64)))
+WGMMA |= dict.fromkeys((2048, 4096), ((1, 1, 1, 3, 4, 64), (2, 1, 1, 4, 4, 64)))
 
 
 def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, Tiles | None]]:
@@ -105,6 +108,13 @@ def configs(spec: MatmulSpec, target: Target) -> Iterator[tuple[str, Tiles | Non
         yield "dequantize", None
 
 
+def size_of(config: Tiles | None, m: int) -> int:
+    """What stands for the tokens in config.py's tables."""
+    if isinstance(config, WgmmaConfig):
+        return next((size for size in WGMMA_SIZES if m <= size), WGMMA_SIZES[-1])
+    return config.block_m if isinstance(config, MosaicConfig) else m
+
+
 def tiles_of(config: Tiles | None) -> tuple[int, ...]:
     """As in config.py's tables."""
     if config is None:
@@ -133,7 +143,7 @@ def try_all(shape: str, m: int, lock: str) -> list[dict[str, Any]]:
     expected = int4_matmul(*sets[0][:4], group_size=GROUP_SIZE, implementation="xla")
     lines: list[dict[str, Any]] = []
     for table, config in configs(spec, current_target()):
-        line = {"shape": shape, "m": m, "table": table, "key": [k, n, getattr(config, "block_m", m)], "tiles": list(tiles_of(config))}
+        line = {"shape": shape, "m": m, "table": table, "key": [k, n, size_of(config, m)], "tiles": list(tiles_of(config))}
         try:
             compiled = jax.jit(function_of(table, spec, config, current_target())).lower(*sets[0]).compile()
             with turn(lock):

@@ -27,13 +27,11 @@ from pallas_kernels.int4_matmul.config import (
     mosaic_config,
     mosaic_loss,
     mosaic_refusal,
-    wgmma_config,
-    wgmma_loss,
-    wgmma_refusal,
     xla_strip_tiles,
 )
 from pallas_kernels.int4_matmul.layout import OP, ZERO_DTYPES, check_packed
 from pallas_kernels.int4_matmul.stream_config import stream_config, stream_loss, stream_refusal
+from pallas_kernels.int4_matmul.wgmma_config import wgmma_config, wgmma_loss, wgmma_refusal
 
 
 def int4_matmul(

@@ -1,13 +1,10 @@
 """Static facts of an int4_matmul call, and the tile sizes: measured, or derived by a rule. Frozen values: computes on no array."""
 
 import dataclasses
-import functools
 import itertools
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.int4_matmul import layout
-
-PIECE_K = 64  # values of k of a piece: one swizzled row of 16-bit values in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,89 +51,62 @@ class MatmulSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MosaicConfig:
-    """Tiles of kernel_mosaic."""
+class Tiles:
+    """Tiles of kernel_mosaic, and what those of kernel_wgmma have in common with them."""
 
     block_m: int
-    """Tokens of a block: 8, 16, 32 or 64."""
+    """Tokens of a block: 8, 16, 32 or 64; of kernel_wgmma any multiple of 8 up to 256."""
     strips: int
     """Strips of 64 columns of a block."""
     group_size: int
     """Values of k that share a scale."""
     group_k: int
     """Values of k of a tile of 256 that share a scale."""
-    warpgroups: int
-    """Warpgroups of 128 threads of each strip, which share the block's part of k."""
-    splits: int
-    """Blocks that share k. Above 1 their float32 sums are added up by XLA."""
-    stages: int
-    """Tiles in flight in a warpgroup."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WgmmaConfig:
-    """Tiles of kernel_wgmma."""
-
-    block_m: int
-    """Tokens of a block: a multiple of 8 up to 256."""
-    group_size: int
-    """Values of k that share a scale."""
-    group_k: int
-    """Values of k of a tile of 256 that share a scale."""
-    strips: int
-    """Strips of 64 columns of a block."""
     warpgroups: int
     """Warpgroups of 128 threads of each strip, which share the block's part of k."""
     splits: int
     """Blocks that share k. Above 1 their float32 sums are added up by XLA."""
     stages: int
     """Tiles of weights in flight in a warpgroup."""
-    token_stages: int
-    """Places in the ring of tokens that the warpgroups of the same tiles share."""
-    place_k: int
-    """Values of k of a place: 64, or with scaled products 128 or 256."""
-    scales_product: bool
-    """Scales are applied to the products of groups, not to weights."""
+
+
+class MosaicConfig(Tiles):
+    """Tiles of kernel_mosaic."""
 
 
 CPU_STRIP_BYTES = 64 * 2**20   # dequantised weights that exist at a time
 GPU_STRIP_BYTES = 512 * 2**20  # the widest of Qwen2-7B, 3584 x 37888 in 16 bits, is 259 MiB: one strip
 MOSAIC_CAPABILITIES = ((8, 0), (9, 0))
-WGMMA_CAPABILITIES = ((9, 0),)
 NUM_CORES = {(8, 0): 108, (9, 0): 132}  # streaming multiprocessors of an A100 and of an H100 or H200
 MOSAIC_BLOCK_MS = (8, 16, 32, 64)
 MOSAIC_WARPGROUPS = {8: 5, 16: 4, 32: 2, 64: 2}  # by block_m: as many as a core's registers hold, at 96, 128, 255 and 255 a thread
 MOSAIC_MOST_GROUPS = 4  # of a tile that leave it so; the parameters of more would spill, so that fewer warpgroups and tokens fit
 MOSAIC_STAGES = 3
 SHARED_REST = 3072  # bytes of shared memory for barriers and alignment
-WGMMA_BLOCK_MS = (32, 64, 128, 256)
-WGMMA_WARPGROUPS = {32: 5, 64: 3, 128: 2, 256: 2}  # by block_m, as above
-WGMMA_MOST_SCALED = 128   # tokens of a block up to which products are scaled, and not weights
-WGMMA_WHOLE_PLACES = 32   # tokens of a block up to which a place in the ring of tokens holds a whole tile
-
-# Where a kernel hands over to the next. On an H200 measured by bench.kernels.int4_sweep, which tries both sides (us at 16, 256, 512 and 1024
-# tokens, in bench/results/sweep-int4-nvidia-h200.json): kernel_wgmma beats kernel_mosaic from 17 tokens on, since 16 fill mosaic's tiles (28.5
-# against 29.8 for 3584 x 37888), and 32 do not fit them as well (31.7 against more than 35). Dequantising costs a pass over the weights, which
-# many columns never earn back: kernel_wgmma multiplies by them at 690 TFLOP/s, as fast as cuBLAS. Crossings lie at 512 tokens for 3584 x 4608
-# and 3584 x 3584 (45 and 43 us), before 1024 for 18944 x 3584 (245 and 230), beyond 1024 for 3584 x 37888 (404 and 496): at 4096, by their
-# slopes. An A100's is an estimate from its rates.
-WGMMA_MIN_M = 17
+# Where a kernel hands over to the next. On an H200 measured by bench.kernels.int4_sweep, which tries both sides (us at 16, 32, 512, 1024 and
+# 2048 tokens, in bench/results/sweep-int4-nvidia-h200.json): kernel_wgmma beats kernel_mosaic from 17 tokens on, since 16 fill mosaic's tiles,
+# and many columns from 9 on (26.5 against 28.7 for 3584 x 37888 and 16 tokens). Dequantising costs a pass over the weights, which many columns
+# never earn back: kernel_wgmma multiplies by them at 730 TFLOP/s, as fast as cuBLAS. The crossings that are measured stand in
+# DEQUANTIZE_MEASURED: 36.6 against 42.6 at 512 tokens of 3584 x 4608; 45.6 and 44.3 at 1024, 81 and 85 at 2048 of 3584 x 3584; 221 and 213, 403
+# and 433 of 18944 x 3584; 775 against 746 at 2048 of 3584 x 37888: at 4096, by their slopes. An A100's is an estimate from its rates.
+WGMMA_MIN_M, WGMMA_WIDE_MIN_M = 17, 9
 WIDE_N, SMALL_CODES = 16384, 2**25
+DEQUANTIZE_MEASURED = {(3584, 4608): 512, (3584, 3584): 2048, (18944, 3584): 2048, (3584, 18944): 4096, (3584, 37888): 4096}  # by k, n
 
 
 def dequantize_min_m(spec: MatmulSpec, target: Target) -> int:
     """Tokens from which dequantising is the quickest way."""
     if target.compute_capability != (9, 0):
         return 257
-    return 4096 if spec.n >= WIDE_N else 512 if spec.k * spec.n < SMALL_CODES else 1024
+    measured = DEQUANTIZE_MEASURED.get((spec.k, spec.n)) if is_measured(spec, target) else None
+    return measured or (4096 if spec.n >= WIDE_N else 512 if spec.k * spec.n < SMALL_CODES else 2048)
 
 
 # Where nothing is measured, kernel_mosaic's tiles are those of the least time by these figures, in cycles. A tile's instructions are counted
 # in the machine code for sm_90 at 8 tokens (296, a warp on each of a core's four schedulers); its latency is what a warpgroup alone takes,
 # from the depth of its chain of products; a block begins by waiting for memory, 1 us; splitting costs a launch that adds the parts up, 2 us,
-# and their way to memory and back, 2000 bytes a cycle. Of kernel_wgmma, whose tokens weigh more than its weights, the second-level cache feeds
-# a core 24 bytes a cycle.
-TILE_ISSUE, TILE_LATENCY, BLOCK_LATENCY, SPLIT_LATENCY, BYTES_A_CYCLE, CORE_BYTES_A_CYCLE = 300, 1200, 1800, 3500, 2000, 24
+# and their way to memory and back, 2000 bytes a cycle.
+TILE_ISSUE, TILE_LATENCY, BLOCK_LATENCY, SPLIT_LATENCY, BYTES_A_CYCLE = 300, 1200, 1800, 3500, 2000
 
 # Measured on an H200 on 2026-11-30 (bench/results/sweep-int4-nvidia-h200.json, by bench.kernels.int4_sweep, which prints such lines),
 # (k, n, block_m) -> tiles. Groups of 128, 4 bits. The device's us, the kernel that adds up splits and the gap before it included.
@@ -149,24 +119,6 @@ MOSAIC_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {  # wa
     (3584, 3584, 16): (4, 1, 3, 1),     # 7.6
     (3584, 37888, 16): (2, 1, 3, 1),    # 28.5
     (18944, 3584, 16): (4, 2, 3, 1),    # 17.9
-}
-WGMMA_MEASURED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {  # strips, warpgroups, splits, stages, token stages, place_k
-    (3584, 4608, 32): (1, 4, 1, 2, 2, 256),     # 8.9
-    (3584, 3584, 32): (1, 4, 1, 2, 2, 256),     # 8.6
-    (3584, 37888, 32): (5, 1, 1, 2, 4, 256),    # 31.7
-    (18944, 3584, 32): (1, 4, 2, 2, 2, 128),    # 21.2
-    (3584, 4608, 64): (1, 2, 1, 4, 4, 128),     # 12.1
-    (3584, 3584, 64): (1, 2, 2, 2, 2, 256),     # 10.2
-    (3584, 37888, 64): (1, 1, 1, 4, 2, 256),    # 51.4
-    (18944, 3584, 64): (1, 2, 2, 2, 2, 256),    # 27.1
-    (3584, 4608, 128): (1, 2, 1, 2, 2, 128),    # 17.4
-    (3584, 3584, 128): (1, 2, 2, 2, 2, 128),    # 14.3
-    (3584, 37888, 128): (1, 2, 1, 2, 2, 128),   # 84.9
-    (18944, 3584, 128): (1, 2, 2, 2, 2, 128),   # 42.6
-    (3584, 4608, 256): (2, 1, 3, 4, 4, 64),     # 24.9
-    (3584, 3584, 256): (2, 1, 4, 4, 4, 64),     # 21.9
-    (3584, 37888, 256): (2, 1, 1, 4, 4, 64),    # 137.7
-    (18944, 3584, 256): (2, 1, 4, 4, 4, 64),    # 64.1
 }
 
 
@@ -248,18 +200,11 @@ def is_measured(spec: MatmulSpec, target: Target) -> bool:
 def _cycles(spec: MatmulSpec, target: Target, config: MosaicConfig) -> int:
     """What a call of kernel_mosaic takes, roughly."""
     most = min(4, _most_warpgroups(spec, target, config.block_m))
-    return _busiest_core(spec, target, config, need=mosaic_shared_bytes(spec, config), most=most, tile=TILE_ISSUE)
+    return busiest_core(spec, target, config, need=mosaic_shared_bytes(spec, config), most=most, tile=TILE_ISSUE)
 
 
-def _wgmma_cycles(spec: MatmulSpec, target: Target, config: WgmmaConfig) -> int:
-    """What a call of kernel_wgmma takes, roughly: a tile's instructions, or its products, or its bytes from the second-level cache."""
-    instructions = 450 + 3 * config.block_m if config.scales_product else 700
-    num_bytes = 2 * layout.TILE_N * layout.tile_words(spec.bits) + 2 * layout.TILE_K * config.block_m // config.strips
-    return _busiest_core(spec, target, config, need=wgmma_shared_bytes(spec, config), most=WGMMA_WARPGROUPS[config.block_m],
-                         tile=max(instructions, 8 * config.block_m, num_bytes // CORE_BYTES_A_CYCLE))
-
-
-def _busiest_core(spec: MatmulSpec, target: Target, config: MosaicConfig | WgmmaConfig, *, need: int, most: int, tile: int) -> int:
+def busiest_core(spec: MatmulSpec, target: Target, config: Tiles, *, need: int, most: int, tile: int,
+                  latency: int = TILE_LATENCY) -> int:
     """Cycles: waves of blocks, of each the busiest core's instructions or the longest chain, whichever is more; then what splits cost.
 
     Args:
@@ -270,15 +215,20 @@ def _busiest_core(spec: MatmulSpec, target: Target, config: MosaicConfig | Wgmma
       most: warpgroups that a core has registers for. A fifth finds some only in a block that ptxas knows to have five: small blocks of
         kernel_mosaic are compiled to some 110 a thread.
       tile: cycles of a core that a tile of weights takes.
+      latency: cycles of a tile of a warpgroup that has a core to itself.
     """
     cores = NUM_CORES.get(target.compute_capability or (0, 0), 132)
     blocks = -(-spec.num_strips // config.strips) * config.splits * -(-spec.m // config.block_m)
     warpgroups = config.warpgroups * config.strips
     resident = max(1, min(most // warpgroups, target.shared_memory_bytes // need))
     steps = -(-spec.num_tiles // (config.warpgroups * config.splits))
-    waves, busiest = -(-blocks // (cores * resident)), min(resident, -(-blocks // cores))
-    wave = BLOCK_LATENCY + steps * max(busiest * warpgroups * tile, TILE_LATENCY)
-    return waves * wave + split_cycles(spec, config.splits)
+    waves, rest = divmod(blocks, cores * resident)
+
+    def wave(each: int) -> int:
+        """Cycles of as many blocks on each core."""
+        return BLOCK_LATENCY + steps * max(each * warpgroups * tile, latency) if each else 0
+
+    return waves * wave(resident) + wave(-(-rest // cores)) + split_cycles(spec, config.splits)
 
 
 def split_cycles(spec: MatmulSpec, splits: int) -> int:
@@ -286,14 +236,14 @@ def split_cycles(spec: MatmulSpec, splits: int) -> int:
     return SPLIT_LATENCY + 8 * splits * spec.m * spec.n // BYTES_A_CYCLE if splits > 1 else 0
 
 
-def parameter_rows(config: MosaicConfig | WgmmaConfig, num_tiles: int, num_groups: int) -> int:
+def parameter_rows(config: Tiles, num_tiles: int, num_groups: int) -> int:
     """Groups that the tiles of one warpgroup touch at most."""
     tiles = -(-num_tiles // (config.splits * config.warpgroups))
     unaligned = layout.TILE_K % config.group_size > 0
     return min(num_groups, -(-tiles * layout.TILE_K // config.group_size) + unaligned)
 
 
-def _parameter_bytes(spec: MatmulSpec, config: MosaicConfig | WgmmaConfig) -> int:
+def parameter_bytes(spec: MatmulSpec, config: Tiles) -> int:
     """Shared memory of a block's scales and zero points."""
     width = (4 if spec.scale_dtype == "float32" else 2) + 2 * (spec.zero_dtype is not None)
     rows = parameter_rows(config, spec.num_tiles, spec.k // spec.group_size)
@@ -304,56 +254,4 @@ def mosaic_shared_bytes(spec: MatmulSpec, config: MosaicConfig) -> int:
     """Shared memory of one block: tiles and tokens in flight, parameters, the warpgroups' sums, and the rest."""
     step = 2 * layout.TILE_N * layout.tile_words(spec.bits) + 2 * config.block_m * layout.TILE_K
     sums = 4 * (config.warpgroups - 1) * layout.TILE_N * config.block_m
-    return config.strips * (config.warpgroups * config.stages * step + sums) + _parameter_bytes(spec, config) + SHARED_REST
-
-
-def wgmma_loss(spec: MatmulSpec, target: Target) -> str | None:
-    """Why another row does a call better than kernel_wgmma, or None if it does not."""
-    least, end = WGMMA_MIN_M, dequantize_min_m(spec, target)
-    return None if least <= spec.m < end else f"pays for {least} to {end - 1} tokens, not for {spec.m}"
-
-
-def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
-    """Why kernel_wgmma cannot do a call on a target, or None if it can."""
-    reason = first(kernel_reasons(spec, target, WGMMA_CAPABILITIES))
-    if reason is not None:
-        return reason
-    need = wgmma_shared_bytes(spec, wgmma_config(spec, target))
-    return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
-
-
-def wgmma_config(spec: MatmulSpec, target: Target) -> WgmmaConfig:
-    """Tile sizes of kernel_wgmma: those measured for the matrix, otherwise those that `_wgmma_cycles` finds quickest."""
-    block_m = next((size for size in WGMMA_BLOCK_MS if spec.m <= size), WGMMA_BLOCK_MS[-1])
-    measured = WGMMA_MEASURED.get((spec.k, spec.n, block_m)) if is_measured(spec, target) else None
-    return _wgmma_tiles(spec, block_m, *measured) if measured is not None else _quickest_wgmma(spec, target, block_m)
-
-
-def _wgmma_tiles(spec: MatmulSpec, block_m: int, strips: int, warpgroups: int, splits: int, stages: int, token_stages: int,
-                 place_k: int) -> WgmmaConfig:
-    return WgmmaConfig(block_m=block_m, group_size=spec.group_size, group_k=spec.group_k, strips=strips, warpgroups=warpgroups, splits=splits,
-                       stages=stages, token_stages=token_stages, place_k=place_k, scales_product=_scales_product(spec, block_m))
-
-
-def _scales_product(spec: MatmulSpec, block_m: int) -> bool:
-    return block_m <= WGMMA_MOST_SCALED and spec.group_k % PIECE_K == 0
-
-
-@functools.lru_cache(maxsize=256)  # a model asks for each of its layers
-def _quickest_wgmma(spec: MatmulSpec, target: Target, block_m: int) -> WgmmaConfig:
-    place_k = PIECE_K if not _scales_product(spec, block_m) else layout.TILE_K if block_m <= WGMMA_WHOLE_PLACES else 128
-    configs = [_wgmma_tiles(spec, block_m, *tiles, place_k)
-               for tiles in itertools.product(range(1, 6), range(1, 6), range(1, 10), (4, 3, 2), (8, 4, 2))]
-    # Where strips share tokens, the first one's warpgroup fetches them a place late: two places would leave no time for it.
-    fitting = [c for c in configs if c.strips * c.warpgroups <= WGMMA_WARPGROUPS[block_m] and c.warpgroups * c.splits <= spec.num_tiles
-               and (c.strips == 1 or c.token_stages > 2) and wgmma_shared_bytes(spec, c) <= target.shared_memory_bytes]
-    return min(fitting or configs[:1], key=lambda config: _wgmma_cycles(spec, target, config))
-
-
-def wgmma_shared_bytes(spec: MatmulSpec, config: WgmmaConfig) -> int:
-    """Shared memory of one block: tiles and tokens in flight, parameters, the warpgroups' sums, and the rest."""
-    tile = 2 * layout.TILE_N * layout.tile_words(spec.bits)
-    place = 2 * config.block_m * config.place_k
-    sums = 4 * layout.TILE_N * config.strips * (config.warpgroups - 1) * config.block_m
-    rings = config.warpgroups * (config.strips * config.stages * tile + config.token_stages * place)
-    return rings + _parameter_bytes(spec, config) + sums + SHARED_REST
+    return config.strips * (config.warpgroups * config.stages * step + sums) + parameter_bytes(spec, config) + SHARED_REST

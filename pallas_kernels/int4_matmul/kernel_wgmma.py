@@ -10,10 +10,15 @@ shared memory as they stand. Weights go from registers into the product.
 How scales come in, config.scales_product says:
 
     True    q - z goes into the product, exactly, and the product of a group is scaled: another accumulator beside the sum.
-    False   (q - z) * scale goes into the product, rounded once to x's dtype: for so many tokens that a second accumulator finds no registers,
-            and for groups of less than a piece of 64 values of k.
+    False   (q - z) * scale goes into the product, rounded once to x's dtype: for so many tokens that a second accumulator costs more than
+            scaling weights does, and for groups of less than a piece of 64 values of k.
 
-        warpgroup  ... | wgmma of piece i running: unpack piece i + 1 | wait | wgmma of piece i + 1 running: ...
+The product of a piece runs while the warpgroup unpacks the next, of the next group or tile too:
+
+        tensor cores    piece i                  piece i + 1              ...
+        warpgroup       unpack piece i + 1       unpack piece i + 2       ...
+
+Where registers hold no second piece (`is_tight`), it unpacks and multiplies in turn, and the others of its core fill the gaps.
 """
 
 import functools
@@ -28,16 +33,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.int4_matmul import fragments, layout, parameters
-from pallas_kernels.int4_matmul.config import PIECE_K, WgmmaConfig
 from pallas_kernels.int4_matmul.launch import launch
+from pallas_kernels.int4_matmul.wgmma_config import PIECE_K, WgmmaConfig
 
 TILE_N, TILE_K = layout.TILE_N, layout.TILE_K
 PIECES = TILE_K // PIECE_K
-# Registers hold neither two pieces at a time nor the words of a tile: in blocks of so many warpgroups, 96 a thread, and beside two accumulators
-# of so many tokens, 128 of 255; nor, with four groups a tile, beside two of 64 and in blocks of three warpgroups.
-TIGHT_THREADS, TIGHT_BLOCK_M, TIGHT_GROUPS = 5, 128, 4
+# Registers of a thread in blocks of so many warpgroups, and what a thread needs beside its sums, two pieces and the words of a tile.
+REGISTERS, REST = {1: 255, 2: 255, 3: 168, 4: 128, 5: 96}, 30
 
 type Words = Callable[[int], tuple[jax.Array, int]]
+type Kept = tuple[jax.Array, ...]
+type Row = tuple[jax.Array, ...]
+type Ahead = tuple[Kept, Row, Any]  # words, parameters, codes
 
 
 def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: WgmmaConfig, interpret: bool) -> jax.Array:
@@ -53,8 +60,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
     groups_a_tile = TILE_K // group_k
     num_shares, num_threads = config.splits * config.warpgroups, config.strips * config.warpgroups
     place_k, places_a_tile = config.place_k, TILE_K // config.place_k
-    is_tight = num_threads >= TIGHT_THREADS or (
-        config.scales_product and block_m >= (TIGHT_BLOCK_M if groups_a_tile < TIGHT_GROUPS else TIGHT_BLOCK_M // 2))
+    is_tight = block_m // 2 * (1 + config.scales_product) + 32 + num_words // 4 + REST > REGISTERS[num_threads]
     lhs_layout, acc_layout = plgpu.Layout.MMA_LHS(dtype), plgpu.Layout.WGMMA
     row_layout = acc_layout.reduce(1)
     num_kinds = 1 + has_zeros  # of parameters
@@ -101,9 +107,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
         rows = parameters.Parameters((scales_ref, *refs[:has_zeros]), [smem.at[group] for smem in rows_smem], config, start=start,
                                      column=column, num_groups=num_groups, row_layout=row_layout, interpret=interpret)
 
-        def codes_of(words: Words, piece: int, zero: list[jax.Array]) -> jax.Array:
+        def codes_of(words: Words, piece: int, row: Row) -> jax.Array:
             """A piece of q - z, [64, 64]."""
-            picked, plane = words(piece)
+            (picked, plane), (_, *zero) = words(piece), row
             return fragments.operand(picked, plane, zero[0] if zero else None, mask=mask, bits=bits, dtype=dtype, layout=lhs_layout,
                                      row_layout=row_layout, out_layout=acc_layout, interpret=interpret)
 
@@ -120,7 +126,7 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                                              out_layout=acc_layout, interpret=interpret))
             return fragments.join(out, layout=acc_layout, interpret=interpret)
 
-        def group_product(j: jax.Array, words: Words, number: int, zero: list[jax.Array]) -> jax.Array:
+        def group_product(j: jax.Array, number: int, ahead: Ahead) -> tuple[jax.Array, Ahead]:
             """The product of the codes of a group of tile j and the tokens, [64, block_m] float32. Lets go of the places that end with it."""
             first, end = number * group_k, (number + 1) * group_k
             for i in range(first // place_k, -(-end // place_k)):
@@ -131,71 +137,94 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 i, k = divmod(piece * PIECE_K, place_k)
                 return x_smem.at[member, place_of(j * places_a_tile + i)[0], :, pl.ds(k, PIECE_K)].T
 
-            def run(product: Any) -> jax.Array:
+            def run(product: Any = None) -> tuple[jax.Array, Ahead]:
+                found: Any = jnp.zeros((TILE_N, block_m), jnp.float32) if interpret else None
+                kept, row, codes = ahead
                 for piece in range(first // PIECE_K, end // PIECE_K):
-                    plgpu.wgmma(product, codes_of(words, piece, zero), tokens_of(piece))
                     if is_tight:
-                        plgpu.wgmma_wait(0)
-                return product[...]
+                        codes = codes_of(words_of(j, kept), piece, row)
+                    if interpret:  # which knows no left operand in registers
+                        found += lax.dot(codes, tokens_of(piece)[...], preferred_element_type=jnp.float32)
+                    else:
+                        plgpu.wgmma(product, codes, tokens_of(piece))
+                        plgpu.wgmma_wait(0 if is_tight else 1)
+                    if not is_tight:
+                        kept, row, codes = after(j, piece, kept, row)
+                return found if interpret else product[...], (kept, row, codes)
 
-            if interpret:  # which knows no left operand in registers
-                found = jnp.zeros((TILE_N, block_m), jnp.float32)
-                for piece in range(first // PIECE_K, end // PIECE_K):
-                    found += lax.dot(codes_of(words, piece, zero), tokens_of(piece)[...], preferred_element_type=jnp.float32)
-            else:
-                found = pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
+            found, ahead = run() if interpret else pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
             for i in range(first // place_k, end // place_k):
                 let_go(j * places_a_tile + i)
-            return found
+            return found, ahead
 
-        def begin(j: jax.Array) -> Words:
-            """Asks for the tile that takes the place of the last one, and waits for the words of tile j."""
+        def begin(j: jax.Array) -> Kept:
+            """Asks for the tile that takes the place of the last one, and waits for tile j: its words, where registers have room for them."""
             pl.when(j + (stages - 1) < count)(lambda: fetch_weights(j + (stages - 1)))
-            slot = lax.rem(j, jnp.int32(stages))
-            plgpu.barrier_wait(w_full.at[group * stages + slot])
+            barrier = w_full.at[group * stages + lax.rem(j, jnp.int32(stages))]
+            pl.when(j < count)(lambda: plgpu.barrier_wait(barrier))
+            return () if is_tight else tuple(load(j, c) for c in range(0, num_words, PIECE_K))
 
-            def load(c: int) -> jax.Array:
-                return plgpu.load(w_smem.at[group, slot, :, pl.ds(c, PIECE_K)], layout=lhs_layout)
+        def load(j: jax.Array, c: int) -> jax.Array:
+            return plgpu.load(w_smem.at[group, lax.rem(j, jnp.int32(stages)), :, pl.ds(c, PIECE_K)], layout=lhs_layout)
 
-            kept = {} if is_tight else {c: load(c) for c in range(0, num_words, PIECE_K)}
-
+        def words_of(j: jax.Array, kept: Kept) -> Words:
+            """From a piece of tile j to the words that hold it, [64, 64], and its plane in them."""
             def words(piece: int) -> tuple[jax.Array, int]:
-                """The words that hold a piece, [64, 64], and its plane in them."""
                 plane, c = divmod(piece * PIECE_K, num_words)
-                return kept[c // PIECE_K * PIECE_K] if kept else load(c // PIECE_K * PIECE_K), plane
+                return kept[c // PIECE_K] if kept else load(j, c // PIECE_K * PIECE_K), plane
 
             return words
 
-        def step_scaling_products(j: jax.Array, acc: jax.Array) -> jax.Array:
-            words = begin(j)
+        def first_of(j: jax.Array) -> Ahead:
+            """Words, parameters and codes that tile j begins with. Past the end they are of no tile, and of no use."""
+            kept, row = begin(j), rows.of_group(jnp.minimum(j, count - 1), 0)
+            return kept, row, codes_of(words_of(j, kept), 0, row)
+
+        def after(j: jax.Array, piece: int, kept: Kept, row: Row) -> Ahead:
+            """What the piece after one of tile j begins with."""
+            if piece + 1 == PIECES:
+                return first_of(j + 1)
+            number, rest = divmod((piece + 1) * PIECE_K, group_k)
+            row = row if rest else rows.of_group(j, number)
+            return kept, row, codes_of(words_of(j, kept), piece + 1, row)
+
+        def step_scaling_products(j: jax.Array, state: tuple[jax.Array, Ahead | None]) -> tuple[jax.Array, Ahead | None]:
+            acc, ahead = state
+            kept = begin(j) if ahead is None else ahead[0]
             for number in range(groups_a_tile):
-                scale, *zero = rows.of_group(j, number)
-                acc = acc + group_product(j, words, number, zero) * mosaic.across(scale, block_m)
-            return acc
+                now = ahead or (kept, rows.of_group(j, number), None)
+                found, more = group_product(j, number, now)
+                acc, ahead = acc + found * mosaic.across(now[1][0], block_m), more if ahead else None
+            return acc, ahead
 
         def step_scaling_weights(j: jax.Array, acc: Any, acc_ref: Any) -> Any:
-            words, groups = begin(j), tuple(rows.of_group(j, number) for number in range(groups_a_tile))
-            weights = weights_of(words, 0, groups)
+            words, groups = words_of(j, begin(j)), tuple(rows.of_group(j, number) for number in range(groups_a_tile))
             for piece in range(PIECES):
                 i = j * PIECES + piece
+                weights = weights_of(words, piece, groups)  # while the product of the piece before runs
                 place, barrier = place_of(i)
                 plgpu.barrier_wait(x_full.at[barrier])
                 if interpret:
                     acc = acc + lax.dot(weights, x_smem[member, place].T, preferred_element_type=jnp.float32)
                 else:
                     plgpu.wgmma(acc_ref, weights, x_smem.at[member, place].T)
-                if piece + 1 < PIECES:
-                    weights = weights_of(words, piece + 1, groups)
-                if not interpret:
-                    plgpu.wgmma_wait(0)
-                let_go(i)
+                    plgpu.wgmma_wait(1)
+                if piece:
+                    let_go(i - 1)
+                else:
+                    pl.when(j > 0)(functools.partial(let_go, i - 1))
             return acc
 
-        def run(acc_ref: Any = None) -> jax.Array:
-            in_registers = config.scales_product or interpret
-            step = step_scaling_products if config.scales_product else functools.partial(step_scaling_weights, acc_ref=acc_ref)
-            acc = lax.fori_loop(0, count, step, mosaic.constant((TILE_N, block_m), 0, acc_layout) if in_registers else jnp.int32(0))
-            return acc if in_registers else acc_ref[...]
+        def sum_of_products() -> jax.Array:
+            acc = mosaic.constant((TILE_N, block_m), 0, acc_layout)
+            return lax.fori_loop(0, count, step_scaling_products, (acc, None if is_tight else first_of(jnp.int32(0))))[0]
+
+        def product_of_weights(acc_ref: Any = None) -> jax.Array:
+            acc = mosaic.constant((TILE_N, block_m), 0, acc_layout) if interpret else jnp.int32(0)
+            acc = lax.fori_loop(0, count, functools.partial(step_scaling_weights, acc_ref=acc_ref), acc)
+            if config.strips > 1:
+                let_go(num_places - 1)
+            return acc if interpret else acc_ref[...]
 
         def finish(acc: jax.Array) -> None:
             for other in range(config.warpgroups - 1):
@@ -212,7 +241,10 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
             pl.when((mine == 0) & (i < num_places))(functools.partial(fetch_tokens, jnp.int32(i)))
         rows.fetch()
         parameters.wait(copies_async=copies_async, interpret=interpret)
-        acc = run() if config.scales_product or interpret else pl.run_scoped(run, plgpu.ACC((TILE_N, block_m), jnp.float32))
+        if config.scales_product:
+            acc = sum_of_products()
+        else:
+            acc = product_of_weights() if interpret else pl.run_scoped(product_of_weights, plgpu.ACC((TILE_N, block_m), jnp.float32))
         if config.warpgroups == 1:
             finish(acc)
         else:

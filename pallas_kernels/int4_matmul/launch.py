@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.int4_matmul import layout
-from pallas_kernels.int4_matmul.config import MosaicConfig, WgmmaConfig
+from pallas_kernels.int4_matmul.config import Tiles
 
 
 def launch(
@@ -21,7 +21,7 @@ def launch(
     *,
     bits: int,
     out_dtype: str,
-    config: MosaicConfig | WgmmaConfig,
+    config: Tiles,
     interpret: bool,
 ) -> jax.Array:                # [m, n]
     """See api.int4_matmul.

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.int4_matmul import layout
-from pallas_kernels.int4_matmul.config import MosaicConfig, WgmmaConfig, parameter_rows
+from pallas_kernels.int4_matmul.config import Tiles, parameter_rows
 from pallas_kernels.int4_matmul.fragments import _word, row_of_floats
 from pallas_kernels.mosaic import only
 
@@ -29,7 +29,7 @@ THREADS = 128     # of a warpgroup
 class Parameters:
     """Of one warpgroup, all of whose threads call it: scales and, where there are some, zero points."""
 
-    def __init__(self, sources: Sequence[Any], targets: Sequence[Any], config: MosaicConfig | WgmmaConfig, *, start: jax.Array,
+    def __init__(self, sources: Sequence[Any], targets: Sequence[Any], config: Tiles, *, start: jax.Array,
                  column: jax.Array, num_groups: int, row_layout: Any, interpret: bool) -> None:
         """Says what is copied; copies nothing.
 
@@ -65,7 +65,7 @@ class Parameters:
         return lax.div(k, jnp.int32(self._config.group_size))
 
 
-def scratch(config: MosaicConfig | WgmmaConfig, scales: jax.Array, *, num_tiles: int, has_zeros: bool) -> list[Any]:
+def scratch(config: Tiles, scales: jax.Array, *, num_tiles: int, has_zeros: bool) -> list[Any]:
     """SMEM refs for the parameters of a block's warpgroups."""
     shape = (config.strips * config.warpgroups, parameter_rows(config, num_tiles, scales.shape[0]), layout.TILE_N)
     return [plgpu.SMEM(shape, dtype) for dtype in (scales.dtype, *[jnp.bfloat16] * has_zeros)]
