@@ -190,7 +190,7 @@ def run_golden(llm: "LLM", path: Path) -> dict[str, Any]:
 
 def kernels(llm: "LLM") -> list[str]:
     """Which attention implementation each kind of step takes, and why."""
-    from jaxinfer.engine.resolve import attention_choice
+    from jaxinfer.engine.layer_kernels import attention_choice
 
     resolved = llm.engine.resolved
     kinds = {layout.decode_only: attention_choice(resolved, layout) for layout in resolved.layouts}

@@ -87,6 +87,9 @@ class EngineConfig:
         1, "Devices that share every layer: each holds its heads, its part of the MLP and of the vocabulary, and their KV pages. Must divide "
         "the model's KV heads.")
     attention_implementation: str = setting("auto", "Paged attention: auto, or the name of one implementation, which then never falls back.")
+    rotary_implementation: str = setting("auto", "Rotation and the write of keys and values: as attention_implementation.")
+    norm_implementation: str = setting("auto", "Norms that add the residual first: as attention_implementation.")
+    matmul_implementation: str = setting("auto", "Products with quantised weights: as attention_implementation.")
 
     def __post_init__(self) -> None:
         self._check_types()

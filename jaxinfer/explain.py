@@ -19,18 +19,18 @@ from jaxinfer import cli
 from jaxinfer.checkpoint import read_manifest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.hardware import GPUS, Hardware, attached, named_gpu
-from jaxinfer.engine.layer_kernels import norm_choice, rotary_choice
-from jaxinfer.engine.matmuls import matmul_choices
-from jaxinfer.engine.resolve import ResolvedConfig, attention_choice, resolve, running_dtype
+from jaxinfer.engine.layer_kernels import attention_choice, norm_choice, rotary_choice
+from jaxinfer.engine.matmuls import matmul_choices, score_choices
+from jaxinfer.engine.resolve import ResolvedConfig, resolve, running_dtype
 from jaxinfer.errors import ConfigError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_params, read_model_config
 from jaxinfer.models.shapes import SHAPES, quantized
 from jaxinfer.quant import EMBEDDING, FORMATS, HEAD, QuantConfig
 from jaxinfer.source import converted_checkpoint
-from jaxinfer.state import StepLayout
 
-_CHOSEN = {"token_buckets": "Buckets", "batch_buckets": "Buckets", "attention_implementation": "Kernels"}
+_CHOSEN = {"token_buckets": "Buckets", "batch_buckets": "Buckets", "attention_implementation": "Kernels", "rotary_implementation": "Kernels",
+           "norm_implementation": "Kernels", "matmul_implementation": "Kernels"}
 """Settings that are left to the engine -> the block that shows what it chose."""
 
 
@@ -104,20 +104,21 @@ def _kernels(r: ResolvedConfig) -> str:
     lines: dict[str, list[str]] = {}
     for layout in r.layouts:
         kind = "decode" if layout.decode_only else "prefill and mixed"
-        lines.setdefault(f"{kind}: {attention_choice(r, layout)}", []).append(_name(layout))
+        lines.setdefault(f"{kind}: {attention_choice(r, layout)}", []).append(layout.name)
     for choice in (rotary_choice, norm_choice):
         for layout in r.layouts:
-            lines.setdefault(str(choice(r, layout)), []).append(_name(layout))
-    if r.model.quantization is not None:
-        for layout in r.layouts:
-            for line in matmul_choices(r.model, layout, dtype=r.dtype, hardware=r.hardware):
-                lines.setdefault(line, []).append(_name(layout))
+            lines.setdefault(str(choice(r, layout)), []).append(layout.name)
+    for layout in r.layouts:
+        for line in matmul_choices(r, layout):
+            lines.setdefault(line, []).append(layout.name)
+    for line in score_choices(r):
+        lines.setdefault(line, []).append("prompt scores")
     return "Kernels\n" + "\n".join(f"  {line}\n      buckets {', '.join(names)}" for line, names in lines.items())
 
 
 def _buckets(r: ResolvedConfig) -> str:
     decode = [str(x.num_rows) for x in r.layouts if x.decode_only]
-    mixed = [_name(x) for x in r.layouts if not x.decode_only]
+    mixed = [x.name for x in r.layouts if not x.decode_only]
     bursts = f"\n  {f'bursts of {r.num_scheduler_steps} (rows)':26}{', '.join(str(x.num_rows) for x in r.burst_layouts)}"
     return (f"Buckets: {len(r.layouts) + len(r.burst_layouts)} executables, compiled at start; nothing compiles later\n"
             f"  decode (rows)             {', '.join(decode) or 'none: deterministic mode runs every step at one bucket'}\n"
@@ -153,10 +154,6 @@ def _roofline(r: ResolvedConfig) -> str:
     shared = ", without what devices exchange" if r.engine.tensor_parallel_size > 1 else ""
     return (f"Decode at the memory bandwidth ({r.hardware.read_bytes_per_s / 1e12:.2f} TB/s, {r.hardware.bandwidth_source}), context 640"
             f"{shared}; no engine is faster by much\n" + "\n".join(lines))
-
-
-def _name(layout: StepLayout) -> str:
-    return f"{layout.num_rows}" if layout.decode_only else f"{layout.num_tokens}x{layout.num_rows}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

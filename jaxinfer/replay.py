@@ -94,8 +94,9 @@ def _logits(dump: "StepDump", model: "LoadedModel", b: int) -> tuple[Any, "Origi
     """Logits [1, V] after the row's last token, and where they first were not finite."""
     import jax.numpy as jnp
 
-    from jaxinfer.engine.oracle import ReferencePages, run_traced
-    from jaxinfer.layers.attention import DenseContext
+    from jaxinfer.engine.oracle import run_traced
+    from jaxinfer.layers.attention import DenseContext, PagedContext
+    from jaxinfer.layers.forced import ForcedKernels
     from jaxinfer.models.registry import bind
     from jaxinfer.state import KVCache
 
@@ -114,9 +115,9 @@ def _logits(dump: "StepDump", model: "LoadedModel", b: int) -> tuple[Any, "Origi
             hidden, _ = module(ids, positions, DenseContext(lengths=one, prompt_lens=prompt_lens))
         else:
             cache = KVCache(k=tuple(args["cached keys of layer"]), v=tuple(args["cached values of layer"]))
-            hidden, _ = module(ids, positions, ReferencePages(
+            hidden, _ = module(ids, positions, PagedContext(
                 cache=cache, page_table=table, cu_q_lens=jnp.asarray([0, stop - start], jnp.int32), kv_lens=one, prompt_lens=prompt_lens,
-                max_q_len=None, implementation="reference"))
+                max_q_len=None, forced=ForcedKernels(attention="reference", rotary="reference")))
         return module.logits(hidden[-1:])[:, :dump.header["num_valid_tokens"]]
 
     logits, (origin,) = run_traced(forward, {"weights": model.params, "cached keys of layer": keys, "cached values of layer": values})

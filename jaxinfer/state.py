@@ -161,6 +161,11 @@ class StepLayout:
     decode_only: bool
     """Every row has at most one token and T == B."""
 
+    @property
+    def name(self) -> str:
+        """The bucket in reports and messages: rows of a decode bucket, else tokens x rows."""
+        return f"{self.num_rows}" if self.decode_only else f"{self.num_tokens}x{self.num_rows}"
+
     @functools.cached_property
     def fields(self) -> dict[str, tuple[int, int, np.dtype]]:
         """name -> (offset, length, dtype), in int32 words."""

@@ -16,6 +16,7 @@ from jaxinfer.engine.fresh_state import make_state
 from jaxinfer.engine.load import tensor_parallel_shardings
 from jaxinfer.engine.placement import Placement
 from jaxinfer.engine.step import burst, step
+from jaxinfer.layers.forced import NOTHING_FORCED
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import abstract_model
 from jaxinfer.models.shapes import SHAPES, quantized
@@ -325,7 +326,7 @@ def _model(config: ModelConfig, num_tokens: int, num_rows: int,
     layout = StepLayout(num_tokens=num_tokens, num_rows=num_rows, num_updates=num_tokens // PAGE_SIZE + 2 * num_rows, null_slot=slots,
                         decode_only=decode_only)
     return params, _state(config, slots), layout, {"graphdef": graphdef, "layout": layout, "num_valid_tokens": config.vocab_size,
-                                                   "attention_implementation": None}
+                                                   "forced": NOTHING_FORCED}
 
 
 def _state(config: ModelConfig, slots: int) -> DeviceState:

@@ -88,13 +88,13 @@ def output_widths(config: ModelConfig) -> dict[str, int]:
 class _Recorder:
     """Stands in for a linear while a layer is traced, and keeps its input."""
 
-    def __init__(self, linear: Callable[[jax.Array], jax.Array]) -> None:
+    def __init__(self, linear: Callable[..., jax.Array]) -> None:
         self.linear = linear
         self.seen: jax.Array | None = None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, implementation: str | None) -> jax.Array:
         self.seen = x
-        return self.linear(x)
+        return self.linear(x, implementation=implementation)
 
 
 @functools.lru_cache
@@ -154,11 +154,11 @@ def observe(x: jax.Array, params: Params, statistics: dict[str, InputStatistics]
 class _Shifted:
     """Stands in for a linear while a layer is traced, and adds to its output."""
 
-    def __init__(self, linear: Callable[[jax.Array], jax.Array], shift: jax.Array) -> None:
+    def __init__(self, linear: Callable[..., jax.Array], shift: jax.Array) -> None:
         self.linear, self.shift = linear, shift
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        out = self.linear(x)
+    def __call__(self, x: jax.Array, *, implementation: str | None) -> jax.Array:
+        out = self.linear(x, implementation=implementation)
         return out + self.shift.reshape(out.shape).astype(out.dtype)
 
 
@@ -190,12 +190,12 @@ def sensitivities(x: jax.Array, params: Params, *, config: ModelConfig, graph: n
     return {name: jnp.mean(jnp.square(derivative), axis=0) for name, derivative in derivatives.items()}
 
 
-def _put(layer: DecoderLayer, name: str, linear: Callable[[jax.Array], jax.Array]) -> None:
+def _put(layer: DecoderLayer, name: str, linear: Callable[..., jax.Array]) -> None:
     parent, leaf = name.split(".")
     setattr(getattr(layer, parent), leaf, linear)
 
 
-def _at(layer: DecoderLayer, name: str) -> Callable[[jax.Array], jax.Array]:
+def _at(layer: DecoderLayer, name: str) -> Callable[..., jax.Array]:
     parent, leaf = name.split(".")
     return getattr(getattr(layer, parent), leaf)
 

@@ -102,7 +102,7 @@ class Builder:
                       for n in rows},
             score=self._placement.on_each(
                 functools.partial(score_prompt, graphdef=self._graphdef, num_valid_tokens=r.num_valid_tokens,
-                                  num_logprobs=r.engine.max_logprobs),
+                                  num_logprobs=r.engine.max_logprobs, forced=r.forced),
                 inputs=(self._weights, whole, whole, whole), outputs=whole))
 
     def compiled(self, params: dict[str, jax.Array], state: DeviceState) -> Executables:
@@ -134,7 +134,7 @@ class Builder:
               layout: StepLayout) -> tuple[StepOutput, jax.Array, DeviceState]:
         """engine/step.py's, by every device on its share."""
         one = functools.partial(step, graphdef=self._graphdef, layout=layout, num_valid_tokens=self._resolved.num_valid_tokens,
-                                attention_implementation=self._resolved.attention_implementation)
+                                forced=self._resolved.forced)
         inputs = self._weights, self._placement.state, self._placement.whole
         return self._placement.on_each(one, inputs=inputs, outputs=self._step_outputs)(params, state, buffer)
 

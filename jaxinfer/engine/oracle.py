@@ -9,11 +9,6 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxinfer.layers.attention import PagedContext
-from jaxinfer.layers.rotary import RotaryAngles
-from jaxinfer.state import KVCache
-from pallas_kernels import ragged_paged_attention, rotary_kv_write
-
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -59,23 +54,6 @@ def run_traced(function: Callable[[dict[str, Any]], Any], args: dict[str, Any]) 
     outputs = _evaluate(closed.jaxpr, [_Value(array=c) for c in closed.consts], values, scope="")
     result = jax.tree.unflatten(jax.tree.structure(out_shape), [v.array for v in outputs])
     return result, [_origin_of(v, "", "result") if _non_finite(v.array) else None for v in outputs]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReferencePages(PagedContext):
-    """Pages that only the reference implementations write and read."""
-
-    def attend(self, layer: int, qkv: jax.Array, angles: RotaryAngles, *, scale: float,
-               sliding_window: int | None) -> tuple[jax.Array, "ReferencePages"]:
-        k, v = self.cache.k, self.cache.v
-        with jax.named_scope("rotary_kv_write"):
-            q, k_pages, v_pages = rotary_kv_write(qkv, *angles.query, *angles.key, k[layer], v[layer], self.page_table, self.cu_q_lens,
-                                                  self.kv_lens, implementation="reference")
-        with jax.named_scope("ragged_paged_attention"):
-            out = ragged_paged_attention(q, k_pages, v_pages, self.page_table, self.cu_q_lens, self.kv_lens, scale=scale, max_q_len=None,
-                                         sliding_window=sliding_window, implementation="reference")
-        cache = KVCache(k=(*k[:layer], k_pages, *k[layer + 1:]), v=(*v[:layer], v_pages, *v[layer + 1:]))
-        return out, dataclasses.replace(self, cache=cache)
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[_Value], args: Sequence[_Value], *, scope: str) -> list[_Value]:

@@ -5,14 +5,16 @@ import dataclasses
 import numpy as np
 
 from jaxinfer.config import CPU_MAX_NUM_SEQS, GPU_SCHEDULER_STEPS, EngineConfig
+from jaxinfer.engine.forced import forced_kernels
 from jaxinfer.engine.hardware import Hardware
-from jaxinfer.engine.matmuls import dequantised_bytes, favours_single_rows, target_of
+from jaxinfer.engine.layer_kernels import attention_choice, norm_choice, rotary_choice
+from jaxinfer.engine.matmuls import check_forced_matmuls, dequantised_bytes, favours_single_rows
 from jaxinfer.engine.page_moves import MAX_CALLS_AHEAD, NUM_PAGES_MOVED
 from jaxinfer.errors import CapacityError, ConfigError
+from jaxinfer.layers.forced import ForcedKernels
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.scheduler.policies import find_policy
 from jaxinfer.state import StepLayout, kv_page_bytes, slot_table_bytes
-from pallas_kernels.dispatch import Choice, KernelError
 
 DEFAULT_PAGE_SIZE = 64
 """Tokens of a page where page_size leaves it open: the largest of which two are in flight in 64 KiB at head dim 128, so that two blocks of
@@ -102,9 +104,9 @@ class ResolvedConfig:
         return tuple(x for x in self.layouts if x.decode_only and x.num_rows <= MAX_BURST_ROWS)
 
     @property
-    def attention_implementation(self) -> str | None:
-        name = self.engine.attention_implementation
-        return None if name == "auto" else name
+    def forced(self) -> ForcedKernels:
+        """The implementations that the settings name."""
+        return forced_kernels(self.engine)
 
 
 def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, checkpoint_dtype: str, num_valid_tokens: int,
@@ -137,12 +139,13 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
         raise ConfigError(f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = {max_num_seqs}: every running "
                           f"sequence decodes one token a step. Raise the first to at least {max_num_seqs} or lower the second.")
     _check_buckets(engine, max_num_seqs, max_num_batched_tokens)
-    favours_single = favours_single_rows(model, dtype=dtype, hardware=hardware)
+    forced = forced_kernels(engine)
+    favours_single = favours_single_rows(model, dtype=dtype, hardware=hardware, forced=forced)
     decode_rows = _decode_rows(max_num_seqs, hardware.platform, favours_single=favours_single)
     layouts = _layouts(engine, token_buckets, max_num_seqs, max_num_batched_tokens, page_size, decode_rows)
     part = model.part(engine.tensor_parallel_size)
-    step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + dequantised_bytes(part, layouts, dtype=dtype, hardware=hardware)
-    step_bytes += slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
+    step_bytes = _step_bytes(part, layouts, dtype, model.vocab_size) + slot_table_bytes(max_num_seqs=max_num_seqs, vocab_size=model.vocab_size)
+    step_bytes += dequantised_bytes(part, layouts, dtype=dtype, hardware=hardware, forced=forced)
     page_bytes = kv_page_bytes(num_layers=model.num_layers, num_kv_heads=part.num_kv_heads, page_size=page_size,
                                head_dim=model.head_dim, dtype_bytes=kv_dtype.itemsize)
     num_host_pages = _num_host_pages(engine, page_bytes)
@@ -165,31 +168,19 @@ def resolve(engine: EngineConfig, model: ModelConfig, hardware: Hardware, *, che
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         num_scheduler_steps=engine.num_scheduler_steps or (1 if hardware.platform == "cpu" else GPU_SCHEDULER_STEPS),
         page_size=page_size, num_pages=num_pages, num_host_pages=num_host_pages, layouts=layouts, memory=memory)
-    if engine.attention_implementation != "auto":
-        for layout in layouts:
-            attention_choice(resolved, layout)
+    _check_forced(resolved)
     return resolved
 
 
-def attention_choice(resolved: ResolvedConfig, layout: StepLayout) -> Choice:
-    """Which attention implementation a bucket takes, and why.
-
-    Raises:
-      ConfigError: attention_implementation names none, or one that cannot do the bucket on this hardware.
-    """
-    from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention_choice
-    from pallas_kernels.ragged_paged_attention.config import AttentionSpec
-
-    model = resolved.part
-    spec = AttentionSpec(
-        num_tokens=layout.num_tokens, num_rows=layout.num_rows, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim, page_size=resolved.page_size, pages_per_seq=resolved.num_pages_per_seq, q_dtype=str(resolved.dtype),
-        kv_dtype=str(resolved.kv_dtype), max_q_len=1 if layout.decode_only else None, sliding_window=model.sliding_windows[0], softcap=None)
-    try:
-        return ragged_paged_attention_choice(spec, target=target_of(resolved.hardware), implementation=resolved.attention_implementation)
-    except KernelError as error:
-        raise ConfigError(f"attention_implementation = {resolved.engine.attention_implementation!r}: {error} In the engine's settings "
-                          "'auto' lets it choose.") from error
+def _check_forced(resolved: ResolvedConfig) -> None:
+    """Refuses implementations named in the settings that cannot do what the engine would ask them for. Asks nothing where none is named."""
+    forced = resolved.forced
+    for name, choice in ((forced.attention, attention_choice), (forced.rotary, rotary_choice), (forced.norm, norm_choice)):
+        if name is not None:
+            for layout in resolved.layouts:
+                choice(resolved, layout)
+    if forced.matmul is not None:
+        check_forced_matmuls(resolved)
 
 
 def _check_buckets(engine: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:

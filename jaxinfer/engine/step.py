@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.layers.attention import PagedContext
+from jaxinfer.layers.forced import ForcedKernels
 from jaxinfer.models.registry import bind
 from jaxinfer.sampling.logprobs import logprobs_of
 from jaxinfer.sampling.processors import ProcessorTable
@@ -29,7 +30,7 @@ from jaxinfer.state import (
 
 def step(
     params: dict[str, jax.Array], state: DeviceState, buffer: jax.Array, *,
-    graphdef: Any, layout: StepLayout, num_valid_tokens: int, attention_implementation: str | None,
+    graphdef: Any, layout: StepLayout, num_valid_tokens: int, forced: ForcedKernels,
 ) -> tuple[StepOutput, jax.Array, DeviceState]:
     """Computes a plan's tokens, and the likeliest next token of each row. Where a row asks for more, sample_rows must follow.
 
@@ -40,7 +41,7 @@ def step(
       graphdef: the model's structure, from nnx.split at load.
       layout: the bucket; static, as are the remaining arguments.
       num_valid_tokens: vocabulary ids at or above this are never sampled.
-      attention_implementation: one implementation by name, or None to let the op choose.
+      forced: the implementations that ops are asked for by name.
 
     Returns:
       What the host reads, the logits [B, V] float32, and the new state. Padding rows write to page 0 and slot S only.
@@ -50,12 +51,12 @@ def step(
     model = bind(graphdef, params)
     context = PagedContext(
         cache=state.cache, page_table=page_table[inputs.slots], cu_q_lens=inputs.cu_q_lens, kv_lens=inputs.kv_lens,
-        prompt_lens=inputs.prompt_lens, max_q_len=1 if layout.decode_only else None, implementation=attention_implementation)
+        prompt_lens=inputs.prompt_lens, max_q_len=1 if layout.decode_only else None, forced=forced)
     token_ids = _token_ids(inputs, state.slots, layout)
     hidden, context = model(token_ids, _positions(inputs, layout), context)
     with jax.named_scope("lm_head"):
         last = hidden if layout.decode_only else hidden[jnp.maximum(inputs.cu_q_lens[1:] - 1, 0)]
-        logits = model.logits(last)
+        logits = model.logits(last, implementation=forced.matmul)
     tokens, finite = greedy(logits, num_valid_tokens=num_valid_tokens)
     kept = state.hidden if layout.decode_only else jax.lax.dynamic_update_slice(state.hidden, hidden, (0, 0))
     slots = _remember(state.slots, tokens, _sampled_slots(inputs.sampling, inputs.samples, layout), inputs.sampling.position)
@@ -158,7 +159,7 @@ def write_counts(state: DeviceState, slot: jax.Array, counts: jax.Array) -> Devi
 
 
 def score_prompt(params: dict[str, jax.Array], hidden: jax.Array, rows: jax.Array, targets: jax.Array, *, graphdef: Any,
-                 num_valid_tokens: int, num_logprobs: int) -> TokenLogprobs:
+                 num_valid_tokens: int, num_logprobs: int, forced: ForcedKernels) -> TokenLogprobs:
     """Log-probabilities of prompt tokens from what the step before them gave the vocabulary head.
 
     Args:
@@ -169,11 +170,12 @@ def score_prompt(params: dict[str, jax.Array], hidden: jax.Array, rows: jax.Arra
       graphdef: the model's structure.
       num_valid_tokens: ids at or above this have the log-probability -inf.
       num_logprobs: likeliest tokens to report.
+      forced: the implementations that ops are asked for by name.
 
     Returns:
       Log-probabilities, one entry for each of `rows`.
     """
-    logits = bind(graphdef, params).logits(hidden[rows])
+    logits = bind(graphdef, params).logits(hidden[rows], implementation=forced.matmul)
     valid = jnp.arange(logits.shape[1]) < num_valid_tokens
     return logprobs_of(jnp.where(valid, logits, -jnp.inf), targets, num_logprobs=min(num_logprobs, logits.shape[1]))
 

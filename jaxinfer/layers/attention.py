@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxinfer.layers.forced import NOTHING_FORCED, ForcedKernels
 from jaxinfer.layers.linear import Linear
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rotary import RotaryAngles, rotate
@@ -21,6 +22,11 @@ from pallas_kernels import ragged_paged_attention, rotary_kv_write
 
 class AttentionContext(Protocol):
     """What the model needs to know about the batch it runs in."""
+
+    @property
+    def forced(self) -> ForcedKernels:
+        """The implementations that the batch's ops are asked for by name."""
+        ...
 
     def attend(self, layer: int, qkv: jax.Array, angles: RotaryAngles, *, scale: float,
                sliding_window: int | None) -> tuple[jax.Array, Self]:
@@ -45,7 +51,7 @@ class AttentionContext(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["cache", "page_table", "cu_q_lens", "kv_lens", "prompt_lens"],
-    meta_fields=["max_q_len", "implementation"])
+    meta_fields=["max_q_len", "forced"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedContext:
     """A packed ragged batch whose keys and values live in pages."""
@@ -57,19 +63,19 @@ class PagedContext:
     prompt_lens: jax.Array  # [B] int32
     max_q_len: int | None
     """Static bound on any row's tokens; 1 is decode, None is no bound."""
-    implementation: str | None
-    """Name of one attention implementation, or None to let pallas_kernels choose."""
+    forced: ForcedKernels
 
     def attend(self, layer: int, qkv: jax.Array, angles: RotaryAngles, *, scale: float,
                sliding_window: int | None) -> tuple[jax.Array, "PagedContext"]:
         """Rotates, writes keys and values into their pages, then attends over the pages. Padding tokens give zeros."""
         with jax.named_scope("rotary_kv_write"):
             q, k_pages, v_pages = rotary_kv_write(
-                qkv, *angles.query, *angles.key, self.cache.k[layer], self.cache.v[layer], self.page_table, self.cu_q_lens, self.kv_lens)
+                qkv, *angles.query, *angles.key, self.cache.k[layer], self.cache.v[layer], self.page_table, self.cu_q_lens, self.kv_lens,
+                implementation=self.forced.rotary)
         with jax.named_scope("ragged_paged_attention"):
             out = ragged_paged_attention(
                 q, k_pages, v_pages, self.page_table, self.cu_q_lens, self.kv_lens, scale=scale, max_q_len=self.max_q_len,
-                sliding_window=sliding_window, implementation=self.implementation)
+                sliding_window=sliding_window, implementation=self.forced.attention)
         cache = KVCache(k=_replaced(self.cache.k, layer, k_pages), v=_replaced(self.cache.v, layer, v_pages))
         return out, dataclasses.replace(self, cache=cache)
 
@@ -81,13 +87,17 @@ class PagedContext:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths", "prompt_lens"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseContext:
-    """A batch [B, T] flattened to [B * T], each row a whole sequence from position 0. Holds no cache and returns itself.
+    """A batch [B, T] flattened to [B * T], each row a whole sequence from position 0. Holds no cache, forces nothing and returns itself.
 
     Plain float32 jnp, independent of the paged path; the scores take B * N * T * T * 4 bytes a layer.
     """
 
     lengths: jax.Array      # [B] int32; tokens at and past a row's length are padding
     prompt_lens: jax.Array  # [B] int32
+
+    @property
+    def forced(self) -> ForcedKernels:
+        return NOTHING_FORCED
 
     def attend(self, layer: int, qkv: jax.Array, angles: RotaryAngles, *, scale: float,
                sliding_window: int | None) -> tuple[jax.Array, "DenseContext"]:
@@ -140,14 +150,15 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__[C: AttentionContext](self, layer: int, x: jax.Array, angles: RotaryAngles, context: C) -> tuple[jax.Array, C]:
         """x [T, D] -> ([T, D], context)."""
-        out, context = context.attend(layer, self._project(x), angles, scale=self.head_dim**-0.5, sliding_window=self.sliding_window)
+        qkv = self._project(x, implementation=context.forced.matmul)
+        out, context = context.attend(layer, qkv, angles, scale=self.head_dim**-0.5, sliding_window=self.sliding_window)
         with jax.named_scope("output"):
-            return self.output(out.astype(x.dtype).reshape(x.shape[0], -1)), context
+            return self.output(out.astype(x.dtype).reshape(x.shape[0], -1), implementation=context.forced.matmul), context
 
     @jax.named_scope("qkv")
-    def _project(self, x: jax.Array) -> jax.Array:
+    def _project(self, x: jax.Array, *, implementation: str | None) -> jax.Array:
         """x [T, D] -> [T, K, G + 2, H]."""
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, implementation=implementation)
         if self.stacked_qkv:
             qkv = jnp.swapaxes(qkv, 1, 2)
         if self.query_norm is None or self.key_norm is None:

@@ -26,8 +26,8 @@ class Embedding(nnx.Module):
         return summed(jnp.where(mine[:, None], jnp.take(weight, rows, axis=0, mode="clip"), 0))
 
     @jax.named_scope("lm_head")
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> float32 [R, V]: the products with every row of the weight."""
+    def logits(self, hidden: jax.Array, *, implementation: str | None = None) -> jax.Array:
+        """[R, D] -> float32 [R, V]: the products with every row of the weight, for which a name of an implementation means nothing."""
         return joined(vocab_matmul(hidden, self.weight[...]))
 
 
@@ -40,12 +40,13 @@ class QuantizedEmbedding(Linear):
         self.dim, self.dtype = dim, jnp.dtype(dtype)
 
     @jax.named_scope("embedding")
-    def __call__(self, token_ids: jax.Array) -> jax.Array:
+    def __call__(self, token_ids: jax.Array) -> jax.Array:  # type: ignore[override]  # columns are taken out, nothing is multiplied
         """[T] int32 with T at least 1 -> [T, D] in the model's dtype. Ids outside [0, V) give some row: the host checks them."""
         return self.quantized_weight().columns(token_ids, num_inputs=self.dim, dtype=self.dtype)
 
     @jax.named_scope("lm_head")
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] with R at least 1 -> float32 [R, V], accumulated in float32 and not rounded, as a plain head's."""
+    def logits(self, hidden: jax.Array, *, implementation: str | None = None) -> jax.Array:
+        """[R, D] with R at least 1 -> float32 [R, V], accumulated in float32 and not rounded, as a plain head's; by the implementation of
+        int4_matmul that is named, None for its choice."""
         assert not is_shared(), "quantised weights run on one device"
-        return self.quantized_weight().matmul(hidden, bias=None, out_dtype=jnp.float32)
+        return self.quantized_weight().matmul(hidden, bias=None, out_dtype=jnp.float32, implementation=implementation)

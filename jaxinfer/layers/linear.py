@@ -102,8 +102,8 @@ class Linear(nnx.Module):
         for name, spec in specs.items():
             setattr(self, name, nnx.Param(jnp.zeros(spec.shape, spec.dtype), axes=layouts[name]))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, in] -> [T, *out]."""
+    def __call__(self, x: jax.Array, *, implementation: str | None = None) -> jax.Array:
+        """[T, in] -> [T, *out]; a quantised weight's product by the implementation of int4_matmul that is named, None for its choice."""
         bias = None if self.bias is None else self.bias[...]
         if self.quant is None:
             assert self.weight is not None
@@ -111,7 +111,8 @@ class Linear(nnx.Module):
                 out = summed(matmul(x, self.weight[...]))
                 return out if bias is None else out + bias.astype(out.dtype)
             return matmul(x, self.weight[...], bias=bias)
-        out = self.quantized_weight().matmul(x, bias=None if bias is None else bias.reshape(-1), out_dtype=x.dtype)
+        out = self.quantized_weight().matmul(x, bias=None if bias is None else bias.reshape(-1), out_dtype=x.dtype,
+                                             implementation=implementation)
         return out.reshape(x.shape[0], *self.out_dims)
 
     def quantized_weight(self) -> QuantTensor:

@@ -20,14 +20,15 @@ class SwiGLU(nnx.Module):
         self.down = Linear(mlp_dim, (dim,), axes=("mlp", None), bias=False, dtype=dtype, quant=quant("down"))
 
     @jax.named_scope("mlp")
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> [T, D]."""
+    def __call__(self, x: jax.Array, *, implementation: str | None = None) -> jax.Array:
+        """[T, D] -> [T, D]; products as Linear's."""
         with jax.named_scope("gate_up"):
             linear = self.gate_up  # or what calibration has put there, whose product is asked for as such
             if isinstance(linear, Linear) and linear.quant is not None:  # activated by the product's own kernel where that pays
-                hidden = linear.quantized_weight().matmul(x, bias=None, out_dtype=x.dtype, activation="swiglu")
+                hidden = linear.quantized_weight().matmul(x, bias=None, out_dtype=x.dtype, implementation=implementation,
+                                                          activation="swiglu")
             else:
-                gate_up = linear(x)  # [T, 2, F]
+                gate_up = linear(x, implementation=implementation)  # [T, 2, F]
                 hidden = swiglu(gate_up[:, 0], gate_up[:, 1])
         with jax.named_scope("down"):
-            return self.down(hidden)
+            return self.down(hidden, implementation=implementation)

@@ -36,8 +36,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], eps=self.eps)
 
-    def of_sum(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(norm of x + residual, x + residual), each [T, D]: one pass where pallas_kernels.rms_norm has a kernel for it."""
-        found = pallas_kernels.rms_norm(x, self.weight[...], residual, eps=self.eps)
+    def of_sum(self, x: jax.Array, residual: jax.Array, *, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+        """(norm of x + residual, x + residual), each [T, D]: one pass where pallas_kernels.rms_norm has a kernel for it, or by the
+        implementation of it that is named."""
+        found = pallas_kernels.rms_norm(x, self.weight[...], residual, eps=self.eps, implementation=implementation)
         assert isinstance(found, tuple)
         return found

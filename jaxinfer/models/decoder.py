@@ -32,10 +32,11 @@ class DecoderLayer(nnx.Module):
     def __call__[C: AttentionContext](self, x: jax.Array, branch: jax.Array | None, angles: RotaryAngles,
                                       context: C) -> tuple[jax.Array, jax.Array, C]:
         """x [T, D], and what is to be added to it if anything is -> the same of this layer's output, and the context."""
-        normed, x = (self.attention_norm(x), x) if branch is None else self.attention_norm.of_sum(branch, x)
+        forced = context.forced
+        normed, x = (self.attention_norm(x), x) if branch is None else self.attention_norm.of_sum(branch, x, implementation=forced.norm)
         attended, context = self.attention(self.index, normed, angles, context)
-        normed, x = self.mlp_norm.of_sum(attended, x)
-        return x, self.mlp(normed), context
+        normed, x = self.mlp_norm.of_sum(attended, x, implementation=forced.norm)
+        return x, self.mlp(normed, implementation=forced.matmul), context
 
 
 class Decoder(nnx.Module):
@@ -73,11 +74,13 @@ class Decoder(nnx.Module):
             with jax.named_scope(f"layer_{layer.index}"):
                 x, branch, context = layer(x, branch, angles, context)
             yield f"layer {layer.index}", x + branch, context
-        yield "final norm", self.final_norm(x) if branch is None else self.final_norm.of_sum(branch, x)[0], context
+        yield "final norm", self.final_norm(x) if branch is None else self.final_norm.of_sum(
+            branch, x, implementation=context.forced.norm)[0], context
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, D] -> float32 [R, V], padded vocabulary rows included."""
-        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden)
+    def logits(self, hidden: jax.Array, *, implementation: str | None = None) -> jax.Array:
+        """[R, D] -> float32 [R, V], padded vocabulary rows included; a quantised head's product by the implementation of int4_matmul that
+        is named, None for its choice."""
+        return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden, implementation=implementation)
 
 
 def _table(config: ModelConfig, module: str, dtype: jnp.dtype) -> Embedding | QuantizedEmbedding:

@@ -16,16 +16,28 @@ from convert.converter import convert
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.fresh_state import make_state
 from jaxinfer.engine.hardware import attached, named_gpu
+from jaxinfer.engine.prompt_scores import NUM_SCORES
 from jaxinfer.engine.resolve import ResolvedConfig
-from jaxinfer.engine.step import step
+from jaxinfer.engine.step import score_prompt, step
 from jaxinfer.errors import CapacityError, ConfigError
 from jaxinfer.explain import explain, plan
 from jaxinfer.models.registry import abstract_model
+from pallas_kernels.dispatch import Choice
 from tests.convert.checkpoints import hf_config, hf_tensors, write_hf
 
+IMPLEMENTATIONS = {"attention_implementation": "ragged_paged_attention", "rotary_implementation": "rotary_kv_write",
+                   "norm_implementation": "rms_norm", "matmul_implementation": "int4_matmul"}
+"""Setting -> the op that it is of."""
 
-def planned(shape: str = "Q", gpu: str = "a100-80gb", **settings: Any) -> ResolvedConfig:
-    return plan(EngineConfig(**{"max_model_len": 4096, **settings}), named_gpu(gpu), shape=shape)
+
+def planned(shape: str = "Q", gpu: str = "a100-80gb", *, quantization: str | None = None, lm_head: str | None = None,
+            **settings: Any) -> ResolvedConfig:
+    config = EngineConfig(**{"max_model_len": 4096, **settings})
+    return plan(config, named_gpu(gpu), shape=shape, quantization=quantization, lm_head=lm_head)
+
+
+def decode_rows(resolved: ResolvedConfig) -> list[int]:
+    return [layout.num_rows for layout in resolved.layouts if layout.decode_only]
 
 
 @pytest.mark.parametrize(("quantization", "dtype", "max_num_seqs", "wanted"), [
@@ -34,21 +46,37 @@ def planned(shape: str = "Q", gpu: str = "a100-80gb", **settings: Any) -> Resolv
 ])
 def test_a_single_row_decodes_by_itself_where_that_has_a_kernel(quantization: str | None, dtype: str, max_num_seqs: int,
                                                                 wanted: list[int]) -> None:
-    settings = EngineConfig(max_model_len=256, max_num_seqs=max_num_seqs, dtype=dtype)
-    resolved = plan(settings, named_gpu("h200"), shape="Q", quantization=quantization)
-    assert [layout.num_rows for layout in resolved.layouts if layout.decode_only] == wanted
+    resolved = planned(gpu="h200", quantization=quantization, max_model_len=256, max_num_seqs=max_num_seqs, dtype=dtype)
+    assert decode_rows(resolved) == wanted
+
+
+@pytest.mark.parametrize(("quantization", "forced", "wanted"), [
+    ("int4", "stream", [1, 8]), ("int4", "mosaic", [8]), ("int4", "xla", [8]), ("int8", "stream", [1, 8]), ("int8", "mosaic", [8]),
+])
+def test_a_single_row_follows_what_products_are_told_to_run_on(quantization: str, forced: str, wanted: list[int]) -> None:
+    resolved = planned(gpu="h200", quantization=quantization, matmul_implementation=forced, max_num_seqs=8, max_num_batched_tokens=8)
+    assert decode_rows(resolved) == wanted
+
+
+@pytest.mark.parametrize("lm_head", [None, "int8"])
+def test_the_oracle_of_products_is_planned_with_its_whole_matrix(lm_head: str | None) -> None:
+    auto, forced = (planned(quantization="int4", lm_head=lm_head, matmul_implementation=name) for name in ("auto", "reference"))
+    gate_up, head = 3584 * 2 * 18944, 3584 * 152064
+    assert forced.memory.step_bytes - auto.memory.step_bytes == 4 * (gate_up if lm_head is None else head) - 2 * gate_up
 
 
 def test_report_names_the_block_that_shows_what_was_chosen() -> None:
     lines = explain(planned()).splitlines()
-    for name, block in (("token_buckets", "Buckets"), ("batch_buckets", "Buckets"), ("attention_implementation", "Kernels")):
-        assert f"  {name:26} see {block}" in lines
+    for name in ("token_buckets", "batch_buckets"):
+        assert f"  {name:26} see Buckets" in lines
+    for name in IMPLEMENTATIONS:
+        assert f"  {name:26} see Kernels" in lines
     assert f"  {'token_buckets':26} (64, 128)" in explain(planned(token_buckets=(64, 128), max_num_batched_tokens=256)).splitlines()
 
 
 def buckets_of(report: str) -> dict[str, list[str]]:
     """Line of the kernel table -> the buckets below it."""
-    lines = report[report.index("Kernels\n"):report.index("\n\nBuckets")].splitlines()[1:]
+    lines = report[report.index("\n\nKernels\n") + 2:report.index("\n\nBuckets")].splitlines()[1:]
     return {line.strip(): names.strip().removeprefix("buckets ").split(", ") for line, names in zip(lines[::2], lines[1::2], strict=True)}
 
 
@@ -75,19 +103,40 @@ def test_report_names_what_rotates_and_what_adds_and_norms(shape: str, gpu: str,
             assert [len(names) for line, names in found.items() if line.startswith(f"{op}: {start}")] == [count]
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_the_kernel_table_is_of_the_calls_that_a_step_makes(quantization: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    """Every op of a layer is asked with the facts that the step's own trace gives it, in every bucket, and no op is left out."""
+def test_report_names_what_is_forced_and_what_multiplies_elsewhere() -> None:
+    forced = {"attention_implementation": "mosaic", "rotary_implementation": "xla", "norm_implementation": "reference",
+              "matmul_implementation": "mosaic"}
+    resolved = planned(gpu="h200", quantization="int4", lm_head="int8", **forced)
+    report = explain(resolved)
+    assert all(f"  {name:26} {value}" in report.splitlines() for name, value in forced.items())
+    every = [layout.name for layout in resolved.layouts]
+    decode, mixed = ([layout.name for layout in resolved.layouts if layout.decode_only == kind] for kind in (True, False))
+    assert buckets_of(report) == {
+        "decode: ragged_paged_attention: mosaic (asked for by name)": decode,
+        "prefill and mixed: ragged_paged_attention: mosaic (asked for by name)": mixed,
+        "rotary_kv_write: xla (asked for by name)": every, "rms_norm: reference (asked for by name)": every,
+        "attention.qkv, attention.output, mlp.gate_up, mlp.down, lm_head: int4_matmul: mosaic (asked for by name)": every,
+        "lm_head: int4_matmul: mosaic (asked for by name)": ["prompt scores"]}
+
+
+@pytest.mark.parametrize(("quantization", "forced"), [
+    (None, {}), ("int4", {}), (None, dict.fromkeys(("attention_implementation", "rotary_implementation", "norm_implementation"), "reference")),
+    *(("int4", {name: "reference"}) for name in IMPLEMENTATIONS), ("int4", dict.fromkeys(IMPLEMENTATIONS, "xla")),
+], ids=str)
+def test_the_kernel_table_is_of_the_calls_that_a_step_makes(quantization: str | None, forced: dict[str, str],
+                                                            caplog: pytest.LogCaptureFixture) -> None:
+    """Every op of a layer is asked with the facts that the step's own trace gives it, in every bucket, for what is forced and for its
+    choice of the others, and no op is left out; so is the head where prompt tokens are scored."""
     config = EngineConfig(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, token_buckets=(16, 32), num_pages=9, page_size=32,
-                          kv_dtype="float32")
-    resolved = plan(config, attached(), shape="tiny", quantization=quantization)
+                          kv_dtype="float32", **forced)
+    resolved = plan(config, attached(), shape="tiny", quantization=quantization, lm_head=None if quantization is None else "int8")
     state = make_state(resolved.model, jax.ShapeDtypeStruct, max_num_seqs=4, num_pages=9, page_size=32, max_num_tokens=32,
                        num_pages_per_seq=resolved.num_pages_per_seq, dtype=resolved.dtype, kv_dtype=resolved.kv_dtype)
     graphdef, specs = abstract_model(resolved.model, str(resolved.dtype))
     params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs.items()}
 
-    def asked() -> set[tuple[str, object]]:
-        found = {(record.args[0].op, record.args[1]) for record in caplog.records if record.name == "pallas_kernels.dispatch"}
+    def asked() -> set[tuple[Choice, object]]:
+        found = {record.args[:2] for record in caplog.records if record.name == "pallas_kernels.dispatch"}
         caplog.clear()
         return found
 
@@ -95,11 +144,20 @@ def test_the_kernel_table_is_of_the_calls_that_a_step_makes(quantization: str | 
         explain(resolved)
         planned_calls = asked()
         for layout in resolved.layouts:
-            run = functools.partial(step, graphdef=graphdef, layout=layout, num_valid_tokens=256, attention_implementation=None)
+            run = functools.partial(step, graphdef=graphdef, layout=layout, num_valid_tokens=256, forced=resolved.forced)
             jax.eval_shape(run, params, state, jax.ShapeDtypeStruct((layout.num_words,), jnp.int32))
+        scores = jax.ShapeDtypeStruct((NUM_SCORES,), jnp.int32)
+        run = functools.partial(score_prompt, graphdef=graphdef, num_valid_tokens=256, num_logprobs=1, forced=resolved.forced)
+        jax.eval_shape(run, params, state.hidden, scores, scores)
         made = asked()
-    assert {op for op, _ in made} == {"ragged_paged_attention", "rotary_kv_write", "rms_norm"} | ({"int4_matmul"} if quantization else set())
+    assert {choice.op for choice, _ in made} == {op for name, op in IMPLEMENTATIONS.items() if quantization or op != "int4_matmul"}
     assert made == planned_calls
+    for name, op in IMPLEMENTATIONS.items():
+        reasons = {(choice.implementation, choice.reason) for choice, _ in made if choice.op == op}
+        if name in forced:
+            assert reasons == {(forced[name], "asked for by name")}
+        else:
+            assert "asked for by name" not in {reason for _, reason in reasons}
 
 
 def test_bursts_are_chosen_by_platform_and_looped_for_small_decode_buckets() -> None:
@@ -120,8 +178,25 @@ def test_bursts_are_chosen_by_platform_and_looped_for_small_decode_buckets() -> 
 
 
 @pytest.mark.parametrize(("settings", "error", "message"), [
-    ({"attention_implementation": "zzz"}, ConfigError, "attention_implementation = 'zzz'.*wgmma, mosaic, jax_triton, xla, reference"),
-    ({"attention_implementation": "wgmma"}, ConfigError, "attention_implementation = 'wgmma'.*cannot do this case"),
+    ({"attention_implementation": "zzz"}, ConfigError, "attention_implementation = 'zzz': .*wgmma, mosaic, jax_triton, xla, reference"),
+    ({"attention_implementation": "wgmma"}, ConfigError,
+     "attention_implementation = 'wgmma' in bucket 8: ragged_paged_attention: .*cannot do this case: .* 'auto' lets it choose"),
+    ({"rotary_implementation": "zzz"}, ConfigError, "rotary_implementation = 'zzz': rotary_kv_write: .*mosaic, xla, reference"),
+    ({"rotary_implementation": "mosaic", "kv_dtype": "float32"}, ConfigError,
+     "rotary_implementation = 'mosaic' in bucket 8: rotary_kv_write: .* copies without a cast, not bfloat16 into float32.* 'auto' lets it"),
+    ({"norm_implementation": "zzz"}, ConfigError, "norm_implementation = 'zzz': rms_norm: .*mosaic, xla, reference"),
+    ({"norm_implementation": "mosaic", "dtype": "float32"}, ConfigError,
+     "norm_implementation = 'mosaic' in bucket 8: rms_norm: .* needs 16-bit values, not float32.* 'auto' lets it choose"),
+    ({"matmul_implementation": "xla"}, ConfigError,
+     "matmul_implementation = 'xla': no product of this model has quantised weights, so that it would change nothing: leave it at 'auto'"),
+    ({"matmul_implementation": "zzz", "quantization": "int4"}, ConfigError,
+     "matmul_implementation = 'zzz': int4_matmul: .*wgmma, dequantize, stream, mosaic, xla, reference"),
+    ({"matmul_implementation": "wgmma", "quantization": "int4"}, ConfigError,
+     "matmul_implementation = 'wgmma' in bucket 8, layers.0.attention.qkv: int4_matmul: .* is built for sm_90, .* 'auto' lets it choose"),
+    ({"matmul_implementation": "stream", "quantization": "int4", "max_num_seqs": 8, "max_num_batched_tokens": 16}, ConfigError,
+     "matmul_implementation = 'stream' in bucket 16x8, layers.0.attention.qkv: int4_matmul: .* at most 8 tokens, not 16"),
+    ({"matmul_implementation": "stream", "quantization": "int4", "lm_head": "int4", "max_num_seqs": 8, "max_num_batched_tokens": 8},
+     ConfigError, "matmul_implementation = 'stream' in prompt scores, lm_head: int4_matmul: .* at most 8 tokens, not 128"),
     ({"scheduling_policy": "lifo"}, ConfigError, "scheduling_policy = 'lifo'.*fcfs"),
     ({"batch_buckets": (4, 8), "max_num_seqs": 4}, ConfigError, "batch_buckets holds 8, more than max_num_seqs = 4"),
     ({"token_buckets": (512,), "max_num_batched_tokens": 256, "max_num_seqs": 4}, ConfigError, "token_buckets holds 512"),

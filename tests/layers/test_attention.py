@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer.engine.load import LoadedModel, random_model
 from jaxinfer.layers.attention import DenseContext, PagedContext
+from jaxinfer.layers.forced import NOTHING_FORCED
 from jaxinfer.layers.rotary import RotaryAngles
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.registry import bind
@@ -47,7 +48,7 @@ def test_dense_context_matches_a_loop(window):
 
 def test_contexts_hand_out_each_tokens_prompt_length():
     paged = PagedContext(cache=KVCache(k=(), v=()), page_table=jnp.zeros((3, 1), jnp.int32), cu_q_lens=jnp.array([0, 2, 5, 5]),
-                         kv_lens=jnp.array([2, 9, 0]), prompt_lens=jnp.array([7, 8, 0]), max_q_len=None, implementation=None)
+                         kv_lens=jnp.array([2, 9, 0]), prompt_lens=jnp.array([7, 8, 0]), max_q_len=None, forced=NOTHING_FORCED)
     assert paged.token_prompt_lens(5).tolist() == [7, 7, 8, 8, 8]
     assert paged.token_prompt_lens(8).shape == (8,)
     dense = DenseContext(lengths=jnp.array([2, 3]), prompt_lens=jnp.array([2, 1]))
@@ -90,7 +91,7 @@ class PagedRun:
         self.kv_lens = self.kv_lens + lens
         context = PagedContext(
             cache=self.cache, page_table=self.page_table, cu_q_lens=jnp.asarray(cu_q_lens), kv_lens=jnp.asarray(self.kv_lens),
-            prompt_lens=jnp.asarray(self.kv_lens), max_q_len=max_q_len, implementation=None)
+            prompt_lens=jnp.asarray(self.kv_lens), max_q_len=max_q_len, forced=NOTHING_FORCED)
         logits, context = paged_step(self.model.graphdef, self.model.params, jnp.asarray(tokens), jnp.asarray(positions), context)
         self.cache = context.cache
         return [np.asarray(logits[cu_q_lens[b]:cu_q_lens[b + 1]]) for b in range(len(rows))]
