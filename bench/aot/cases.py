@@ -128,6 +128,7 @@ def _edges() -> dict[str, Callable[[], Case]]:
         "kernel-rotary-write-h16-t33": functools.partial(_rotary_write, 33, 2, 4, 2, 16),
         "kernel-rotary-write-h80-f16-t33": functools.partial(_rotary_write, 33, 2, 8, 1, 80, dtype=jnp.float16),
         "kernel-norm-d3584-residual": functools.partial(_norm, 128, 3584, True),
+        "kernel-norm-d3584-9-parts": functools.partial(_norm, 32, 3584, True, num_parts=9),
         "kernel-norm-d896": functools.partial(_norm, 8, 896, False),
         "kernel-norm-d4096": functools.partial(_norm, 8, 4096, False),
         "kernel-norm-d4096-t4096-residual": functools.partial(_norm, 4096, 4096, True),
@@ -211,10 +212,11 @@ def _attention(num_tokens: int, num_rows: int, heads: int, kv_heads: int, head_d
     return Case(function=run, arguments=(_shape((num_tokens, heads, head_dim), dtype), pages, pages, *rows), kernels=("attention",))
 
 
-def _norm(num_tokens: int, width: int, residual: bool) -> Case:
+def _norm(num_tokens: int, width: int, residual: bool, *, num_parts: int = 0) -> Case:
     x = _shape((num_tokens, width))
+    parts = _shape((num_parts, num_tokens, width), jnp.float32) if num_parts else x
     return Case(function=functools.partial(rms_norm, eps=1e-6, implementation="mosaic"),
-                arguments=(x, _shape((width,)), *([x] if residual else [])), kernels=("rms_norm",))
+                arguments=(parts, _shape((width,)), *([x] if residual else [])), kernels=("rms_norm",))
 
 
 def _flash(length: int, head_dim: int, *, lengths: bool = False, segments: bool = False, dtype: Any = jnp.bfloat16, **statics: Any) -> Case:

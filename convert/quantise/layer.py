@@ -19,7 +19,7 @@ from jaxinfer.layers.attention import DenseContext
 from jaxinfer.layers.norm import rms_norm
 from jaxinfer.layers.rotary import rotary_angles
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.decoder import DecoderLayer
+from jaxinfer.models.decoder import DecoderLayer, whole
 
 LINEARS = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
 """The linears of a layer, in the order in which a token meets them."""
@@ -92,9 +92,9 @@ class _Recorder:
         self.linear = linear
         self.seen: jax.Array | None = None
 
-    def __call__(self, x: jax.Array, *, implementation: str | None) -> jax.Array:
+    def __call__(self, x: jax.Array, *, implementation: str | None, leave_parts: bool = False) -> jax.Array:
         self.seen = x
-        return self.linear(x, implementation=implementation)
+        return self.linear(x, implementation=implementation, leave_parts=leave_parts)
 
 
 @functools.lru_cache
@@ -125,7 +125,7 @@ def _run(config: ModelConfig, layer: DecoderLayer, x: jax.Array) -> jax.Array:
     positions = jnp.tile(jnp.arange(t, dtype=jnp.int32), s)
     angles = rotary_angles(config.rope, positions, context.token_prompt_lens(s * t), head_dim=config.head_dim, logn_len=config.logn_len)
     before, branch, _ = layer(x.reshape(s * t, d), None, angles, context)
-    return (before + branch).reshape(s, t, d)
+    return (before + whole(branch, before.dtype)).reshape(s, t, d)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "graph"))
@@ -157,8 +157,8 @@ class _Shifted:
     def __init__(self, linear: Callable[..., jax.Array], shift: jax.Array) -> None:
         self.linear, self.shift = linear, shift
 
-    def __call__(self, x: jax.Array, *, implementation: str | None) -> jax.Array:
-        out = self.linear(x, implementation=implementation)
+    def __call__(self, x: jax.Array, *, implementation: str | None, leave_parts: bool = False) -> jax.Array:
+        out = self.linear(x, implementation=implementation)  # whole: a shift is added to it
         return out + self.shift.reshape(out.shape).astype(out.dtype)
 
 

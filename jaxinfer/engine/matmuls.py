@@ -123,11 +123,11 @@ def _spec(model: ModelConfig, module: str, num_tokens: int, dtype: np.dtype) -> 
     quant = None if model.quantization is None else model.quantization.format_of(module)
     assert quant is not None, module
     num_inputs, kind = model.quantizable()[module], _kind(module)
-    head = kind == HEAD
+    head, has_bias = kind == HEAD, {"attention.qkv": model.qkv_bias, "attention.output": model.output_bias}.get(kind, False)
     return MatmulSpec(
         m=num_tokens, k=num_inputs, n=_widths(model)[kind], group_size=quant.group_size or num_inputs,
         bits=quant.bits, x_dtype=str(dtype), scale_dtype=quant.scales_dtype, zero_dtype="bfloat16" if quant.zero_point else None,
-        has_bias={"attention.qkv": model.qkv_bias, "attention.output": model.output_bias}.get(kind, False),
+        has_bias=has_bias, leaves_parts=kind in ("attention.output", "mlp.down") and not has_bias,
         out_dtype="float32" if head else str(dtype), activation="swiglu" if kind == "mlp.gate_up" else None)
 
 

@@ -149,11 +149,12 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__[C: AttentionContext](self, layer: int, x: jax.Array, angles: RotaryAngles, context: C) -> tuple[jax.Array, C]:
-        """x [T, D] -> ([T, D], context)."""
+        """x [T, D] -> ([T, D], or parts of it as Linear leaves them, and the context)."""
         qkv = self._project(x, implementation=context.forced.matmul)
         out, context = context.attend(layer, qkv, angles, scale=self.head_dim**-0.5, sliding_window=self.sliding_window)
         with jax.named_scope("output"):
-            return self.output(out.astype(x.dtype).reshape(x.shape[0], -1), implementation=context.forced.matmul), context
+            out = out.astype(x.dtype).reshape(x.shape[0], -1)
+            return self.output(out, implementation=context.forced.matmul, leave_parts=True), context
 
     @jax.named_scope("qkv")
     def _project(self, x: jax.Array, *, implementation: str | None) -> jax.Array:

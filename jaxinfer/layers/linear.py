@@ -102,8 +102,11 @@ class Linear(nnx.Module):
         for name, spec in specs.items():
             setattr(self, name, nnx.Param(jnp.zeros(spec.shape, spec.dtype), axes=layouts[name]))
 
-    def __call__(self, x: jax.Array, *, implementation: str | None = None) -> jax.Array:
-        """[T, in] -> [T, *out]; a quantised weight's product by the implementation of int4_matmul that is named, None for its choice."""
+    def __call__(self, x: jax.Array, *, implementation: str | None = None, leave_parts: bool = False) -> jax.Array:
+        """[T, in] -> [T, *out]; a quantised weight's product by the implementation of int4_matmul that is named, None for its choice.
+
+        With leave_parts maybe [P, T, *out] instead, float32 parts for RMSNorm.of_sum to add up.
+        """
         bias = None if self.bias is None else self.bias[...]
         if self.quant is None:
             assert self.weight is not None
@@ -112,8 +115,8 @@ class Linear(nnx.Module):
                 return out if bias is None else out + bias.astype(out.dtype)
             return matmul(x, self.weight[...], bias=bias)
         out = self.quantized_weight().matmul(x, bias=None if bias is None else bias.reshape(-1), out_dtype=x.dtype,
-                                             implementation=implementation)
-        return out.reshape(x.shape[0], *self.out_dims)
+                                             implementation=implementation, leave_parts=leave_parts and bias is None)
+        return out.reshape(*out.shape[:-1], *self.out_dims)
 
     def quantized_weight(self) -> QuantTensor:
         """The weight of a linear that has a format, its outputs flat."""

@@ -21,7 +21,7 @@ class SwiGLU(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array, *, implementation: str | None = None) -> jax.Array:
-        """[T, D] -> [T, D]; products as Linear's."""
+        """[T, D] -> [T, D], or parts of it as Linear leaves them; products as Linear's."""
         with jax.named_scope("gate_up"):
             linear = self.gate_up  # or what calibration has put there, whose product is asked for as such
             if isinstance(linear, Linear) and linear.quant is not None:  # activated by the product's own kernel where that pays
@@ -31,4 +31,4 @@ class SwiGLU(nnx.Module):
                 gate_up = linear(x, implementation=implementation)  # [T, 2, F]
                 hidden = swiglu(gate_up[:, 0], gate_up[:, 1])
         with jax.named_scope("down"):
-            return self.down(hidden, implementation=implementation)
+            return self.down(hidden, implementation=implementation, leave_parts=True)

@@ -37,8 +37,8 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], eps=self.eps)
 
     def of_sum(self, x: jax.Array, residual: jax.Array, *, implementation: str | None) -> tuple[jax.Array, jax.Array]:
-        """(norm of x + residual, x + residual), each [T, D]: one pass where pallas_kernels.rms_norm has a kernel for it, or by the
-        implementation of it that is named."""
+        """(norm of x + residual, x + residual), each [T, D], of x [T, D] or of parts of it [P, T, D]: one pass where
+        pallas_kernels.rms_norm has a kernel for it, or by the implementation of it that is named."""
         found = pallas_kernels.rms_norm(x, self.weight[...], residual, eps=self.eps, implementation=implementation)
         assert isinstance(found, tuple)
         return found

@@ -23,17 +23,17 @@ class QuantTensor:
     format: QuantFormat
 
     def matmul(self, x: jax.Array, *, bias: jax.Array | None, out_dtype: jnp.dtype, implementation: str | None,
-               activation: str | None = None) -> jax.Array:
+               activation: str | None = None, leave_parts: bool = False) -> jax.Array:
         """x [T, K] times the weight, plus bias [n] -> [T, n], accumulated in float32 and rounded once, to out_dtype.
 
-        With activation 'swiglu' [T, n / 2]: silu of the first half of the columns times the second. By the implementation of int4_matmul
-        that is named, or by the one that it chooses.
+        With activation 'swiglu' [T, n / 2]: silu of the first half of the columns times the second. With leave_parts maybe float32
+        [P, T, n], whose sum is the product. By the implementation of int4_matmul that is named, or by the one that it chooses.
         """
         if self.perm is not None:
             x = jnp.take(x, self.perm, axis=1, mode="clip")
         group_size = x.shape[1] // self.scales.shape[0]
         return int4_matmul(x, self.packed, self.scales, self.zeros, group_size=group_size, bits=self.format.bits, bias=bias,
-                           out_dtype=out_dtype, activation=activation, implementation=implementation)
+                           out_dtype=out_dtype, activation=activation, leave_parts=leave_parts, implementation=implementation)
 
     def columns(self, indices: jax.Array, *, num_inputs: int, dtype: jnp.dtype) -> jax.Array:
         """Columns of the weight, of which alone anything is read: indices [T], at least one, -> [T, K], rounded once, to dtype.

@@ -31,7 +31,8 @@ class DecoderLayer(nnx.Module):
 
     def __call__[C: AttentionContext](self, x: jax.Array, branch: jax.Array | None, angles: RotaryAngles,
                                       context: C) -> tuple[jax.Array, jax.Array, C]:
-        """x [T, D], and what is to be added to it if anything is -> the same of this layer's output, and the context."""
+        """x [T, D], and what is to be added to it if anything is, maybe in parts [P, T, D] -> the same of this layer's output, and the
+        context."""
         forced = context.forced
         normed, x = (self.attention_norm(x), x) if branch is None else self.attention_norm.of_sum(branch, x, implementation=forced.norm)
         attended, context = self.attention(self.index, normed, angles, context)
@@ -73,7 +74,7 @@ class Decoder(nnx.Module):
         for layer in self.layers:
             with jax.named_scope(f"layer_{layer.index}"):
                 x, branch, context = layer(x, branch, angles, context)
-            yield f"layer {layer.index}", x + branch, context
+            yield f"layer {layer.index}", x + whole(branch, x.dtype), context
         yield "final norm", self.final_norm(x) if branch is None else self.final_norm.of_sum(
             branch, x, implementation=context.forced.norm)[0], context
 
@@ -81,6 +82,11 @@ class Decoder(nnx.Module):
         """[R, D] -> float32 [R, V], padded vocabulary rows included; a quantised head's product by the implementation of int4_matmul that
         is named, None for its choice."""
         return (self.embedding if self.lm_head is None else self.lm_head).logits(hidden, implementation=implementation)
+
+
+def whole(branch: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What a branch adds, [T, D], from that or from its parts."""
+    return branch if branch.ndim == 2 else jnp.sum(branch, axis=0).astype(dtype)
 
 
 def _table(config: ModelConfig, module: str, dtype: jnp.dtype) -> Embedding | QuantizedEmbedding:

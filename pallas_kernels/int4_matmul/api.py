@@ -45,8 +45,9 @@ def int4_matmul(
     bias: jax.Array | None = None,   # [n]
     out_dtype: Any = None,
     activation: str | None = None,
+    leave_parts: bool = False,
     implementation: str | None = None,
-) -> jax.Array:                      # [m, n], or [m, n / 2]
+) -> jax.Array:                      # [m, n], [m, n / 2] or [P, m, n]
     """Product with weights of 4 or 8 bits that share a scale, and maybe a zero point, by groups along k.
 
         out[i, j] = bias[j] + sum over l of x[i, l] * (q[l, j] - z[g, j]) * float32(scale[g, j]),    g = l // group_size
@@ -68,16 +69,19 @@ def int4_matmul(
       out_dtype: dtype of the output; None: x's.
       activation: None, or 'swiglu' for silu(gate) * up of the product's halves along n, gate first: in the kernel where that pays, else
         behind it, by then rounded to out_dtype.
+      leave_parts: where a kernel shares k out to several blocks, give their sums as they are, P of them in float32, for whoever reads them
+        to add up and round to out_dtype: `rms_norm` takes them. Not beside a bias or an activation.
       implementation: name of the only implementation to use, which then never falls back. None: the first that can.
     Returns:
-      [m, n] out_dtype, with an activation [m, n / 2].
+      [m, n] out_dtype, with an activation [m, n / 2]; parts, if left and several, are float32 [P, m, n].
     Raises:
       ContractError: shapes, dtypes or static values that break the contract.
       Unsupported: the implementation asked for cannot do the case.
     Source: group-wise weights as in 'GPTQ', https://arxiv.org/abs/2210.17323, section 'Practical speedups', and 'AWQ',
       https://arxiv.org/abs/2306.00978, section 4.
     """
-    spec = matmul_spec(x, packed, scales, zeros, bias, group_size=group_size, bits=bits, out_dtype=out_dtype, activation=activation)
+    spec = matmul_spec(x, packed, scales, zeros, bias, group_size=group_size, bits=bits, out_dtype=out_dtype, activation=activation,
+                       leave_parts=leave_parts)
     target = current_target()
     choice, impl = choose(OP, IMPLS, spec, target, implementation)
     with implementation_scope(OP, choice.implementation):
@@ -112,7 +116,7 @@ def int4_matmul_choice(spec: MatmulSpec, target: Target | None = None, *, implem
 
 
 def matmul_spec(x: ArrayLike, packed: ArrayLike, scales: ArrayLike, zeros: ArrayLike | None, bias: ArrayLike | None, *, group_size: int,
-                bits: int, out_dtype: Any, activation: str | None = None) -> MatmulSpec:
+                bits: int, out_dtype: Any, activation: str | None = None, leave_parts: bool = False) -> MatmulSpec:
     """The static facts of a call, validated.
 
     Raises:
@@ -144,10 +148,14 @@ def matmul_spec(x: ArrayLike, packed: ArrayLike, scales: ArrayLike, zeros: Array
         raise ContractError(f"{OP}: out_dtype = {out}: must be one of {', '.join(FLOAT_DTYPES)}, or None for x's.")
     if activation not in (None, "swiglu"):
         raise ContractError(f"{OP}: activation = {activation!r}: must be 'swiglu', or None for the product itself.")
+    if leave_parts and (bias is not None or activation is not None):
+        beside = "a bias" if activation is None else f"activation = {activation!r}"
+        raise ContractError(f"{OP}: leave_parts = True beside {beside}, which needs the whole sum: leave one of them out.")
     if activation is not None and n % 2:
         raise ContractError(f"{OP}: activation = {activation!r} takes the halves of n = {n} columns: n must be even.")
     return MatmulSpec(m=m, k=k, n=n, group_size=group_size, bits=bits, x_dtype=dtype_name(x), scale_dtype=dtype_name(scales),
-                      zero_dtype=None if zeros is None else dtype_name(zeros), has_bias=bias is not None, out_dtype=out, activation=activation)
+                      zero_dtype=None if zeros is None else dtype_name(zeros), has_bias=bias is not None, out_dtype=out, activation=activation,
+                      leaves_parts=leave_parts)
 
 
 @lowered_once
@@ -155,7 +163,7 @@ def _run_mosaic(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> 
     from pallas_kernels.int4_matmul import kernel_mosaic  # late: Pallas takes as long as jax to import
 
     return kernel_mosaic.int4_matmul(*arrays, bits=spec.bits, out_dtype=spec.out_dtype, config=mosaic_config(spec, target),
-                                     interpret=target.interpret)
+                                     leaves_parts=spec.leaves_parts, interpret=target.interpret)
 
 
 @lowered_once
@@ -171,7 +179,7 @@ def _run_wgmma(*arrays: jax.Array | None, spec: MatmulSpec, target: Target) -> j
     from pallas_kernels.int4_matmul import kernel_wgmma  # late, as above
 
     return kernel_wgmma.int4_matmul(*arrays, bits=spec.bits, out_dtype=spec.out_dtype, config=wgmma_config(spec, target),
-                                    interpret=target.interpret)
+                                    leaves_parts=spec.leaves_parts, interpret=target.interpret)
 
 
 @lowered_once

@@ -33,6 +33,8 @@ class MatmulSpec:
     """Dtype of the output."""
     activation: str | None = None
     """None, or 'swiglu': of the product's halves along n, silu(first) * second comes out."""
+    leaves_parts: bool = False
+    """Where a kernel splits k, its float32 sums come out as they are."""
 
     @property
     def num_strips(self) -> int:

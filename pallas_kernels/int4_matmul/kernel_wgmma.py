@@ -47,9 +47,10 @@ type Row = tuple[jax.Array, ...]
 type Ahead = tuple[Kept, Row, Any]  # words, parameters, codes
 
 
-def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: WgmmaConfig, interpret: bool) -> jax.Array:
+def int4_matmul(*arrays: Any, bits: int, out_dtype: str, config: WgmmaConfig, leaves_parts: bool = False,
+                interpret: bool) -> jax.Array:
     """See api.int4_matmul; arrays are x, packed, scales, zeros and bias. `interpret` runs it on the CPU, slowly, for tests."""
-    return launch(_kernel, *arrays, bits=bits, out_dtype=out_dtype, config=config, interpret=interpret)
+    return launch(_kernel, *arrays, bits=bits, out_dtype=out_dtype, config=config, leaves_parts=leaves_parts, interpret=interpret)
 
 
 def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bool, has_bias: bool, bits: int, out: Any,

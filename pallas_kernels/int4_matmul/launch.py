@@ -22,14 +22,16 @@ def launch(
     bits: int,
     out_dtype: str,
     config: Tiles,
+    leaves_parts: bool,
     interpret: bool,
-) -> jax.Array:                # [m, n]
+) -> jax.Array:                # [m, n], or [splits, m, n]
     """See api.int4_matmul.
 
     Args:
       make_kernel: from operands, static facts and `out` to a function of (x, packed, scales, zeros?, bias [1, n]?) that gives `out`:
         [m, n] out_dtype, or with several splits [splits, m, n] float32, which are added up here: XLA fuses that with what follows.
       config: tiles: block_m, strips (of 64 columns a block) and splits are read here.
+      leaves_parts: gives several splits' sums as they are. There is no bias then.
       interpret: run it on the CPU, slowly, for tests.
     """
     m, n = x.shape[0], scales.shape[1]
@@ -50,7 +52,8 @@ def launch(
     arrays = [x, packed, scales, *([] if zeros is None else [zeros])]
     if config.splits == 1:
         return run(*arrays, *([] if bias is None else [bias[None]]))[:m, :n]
-    return added_up(run(*arrays)[:, :m, :n], bias, out_dtype)
+    parts = run(*arrays)[:, :m, :n]
+    return parts if leaves_parts else added_up(parts, bias, out_dtype)
 
 
 def added_up(

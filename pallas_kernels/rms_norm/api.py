@@ -23,7 +23,7 @@ OP = "rms_norm"
 
 
 def rms_norm(
-    x: jax.Array,                       # [T, D]
+    x: jax.Array,                       # [T, D] or [P, T, D]
     weight: jax.Array,                  # [D]
     residual: jax.Array | None = None,  # [T, D]
     *,
@@ -38,13 +38,14 @@ def rms_norm(
     Statistics are float32. A row of zeros stays zero; NaN and infinity stay in their row.
 
     Args:
-      x: [T, D] float32, bfloat16 or float16.
+      x: [T, D] float32, bfloat16 or float16; or, with a residual, float32 [P, T, D]: at least one part of what, added up and rounded to
+        the residual's dtype, is x. So a product whose k is split leaves its sums (`int4_matmul(..., leave_parts=True)`).
       weight: [D], any float dtype.
       residual: [T, D] of x's dtype, or None.
       eps: added to the mean square.
       implementation: name of the only implementation to use, which then never falls back. None: the first that can.
     Returns:
-      out [T, D] in x's dtype; with a residual (out, h).
+      out [T, D] in x's dtype, the residual's where x comes in parts; with a residual (out, h).
     Raises:
       ContractError: shapes, dtypes or eps that break the contract.
       Unsupported: the implementation asked for cannot do the case.
@@ -80,18 +81,24 @@ def norm_spec(x: ArrayLike, weight: ArrayLike, residual: ArrayLike | None, *, ep
     Raises:
       ContractError: the first fact that breaks the contract of `rms_norm`.
     """
-    check_rank(OP, "x", x, "TD")
+    num_parts = x.shape[0] if len(x.shape) == len("PTD") else 0
+    check_rank(OP, "x", x, "PTD" if num_parts else "TD")
     check_float(OP, "x", x)
     check_rank(OP, "weight", weight, "D")
     check_float(OP, "weight", weight)
-    if weight.shape[0] != x.shape[1]:
+    if num_parts and (residual is None or dtype_name(x) != "float32"):
+        raise ContractError(f"{OP}: x is {dtype_name(x)}{list(x.shape)}: parts [P, T, D] must be float32 and come with a residual, whose "
+                            "dtype their sum takes; add them up, or give a residual.")
+    if weight.shape[0] != x.shape[-1]:
         raise ContractError(f"{OP}: weight {list(weight.shape)}, [D], and x {list(x.shape)}, [T, D], differ in D: give this layer's weight.")
-    if residual is not None and (residual.shape != x.shape or dtype_name(residual) != dtype_name(x)):
+    if residual is not None:
+        check_float(OP, "residual", residual)
+    if residual is not None and (residual.shape != x.shape[-2:] or not num_parts and dtype_name(residual) != dtype_name(x)):
         raise ContractError(f"{OP}: residual is {dtype_name(residual)}{list(residual.shape)} and x {dtype_name(x)}{list(x.shape)}: "
                             "both must have one shape [T, D] and one dtype.")
     check_number(OP, "eps", eps, least=0, open_end=False, integer=False)
-    return NormSpec(num_tokens=x.shape[0], dim=x.shape[1], dtype=dtype_name(x), weight_dtype=dtype_name(weight),
-                    has_residual=residual is not None)
+    return NormSpec(num_tokens=x.shape[-2], dim=x.shape[-1], dtype=dtype_name(x if residual is None else residual),
+                    weight_dtype=dtype_name(weight), has_residual=residual is not None, num_parts=num_parts)
 
 
 @lowered_once

@@ -14,11 +14,13 @@ class NormSpec:
     dim: int
     """D, values of a row."""
     dtype: str
-    """Dtype of x and of the output."""
+    """Dtype of the output, and of x where it is not given in parts."""
     weight_dtype: str
     """Dtype of the weight."""
     has_residual: bool
     """A residual is added first."""
+    num_parts: int = 0
+    """Float32 parts whose sum is x; 0: x itself is given."""
 
 
 MOSAIC_CAPABILITIES = ((8, 0), (9, 0))

@@ -268,6 +268,31 @@ def test_what_cannot_be_packed_is_refused(q: np.ndarray, bits: int, message: str
         pack(q, bits=bits)
 
 
+@pytest.mark.parametrize("kernel", ["mosaic", "wgmma"])
+def test_parts_that_are_left_add_up_to_the_product(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more than one comes out whole, as from what splits nothing."""
+    if kernel in REFUSED_HERE:
+        pytest.skip("warpgroup products are of sm_90")
+    case = Case(m=20 if kernel == "wgmma" else 3, k=768, n=72, group_size=128)
+    _, (x, packed, scales, zeros, _) = make_inputs(case)
+    call = functools.partial(int4_matmul, x, packed, scales, zeros, group_size=128)
+    spec = matmul_spec(x, packed, scales, zeros, None, group_size=128, bits=4, out_dtype=None, leave_parts=True)
+    impl = next(impl for impl in IMPLS if impl.name == kernel)
+    tables = {"mosaic": (MOSAIC_MEASURED, (768, 72, 8), (1, 3, 2, 1)), "wgmma": (WGMMA_MEASURED, (768, 72, 32), (1, 1, 3, 2, 4, 256))}
+    table, key, tiles = tables[kernel]
+    monkeypatch.setitem(table, key, tiles)
+    parts = impl.run(x, packed, scales, zeros, None, spec=spec, target=INTERPRETED)
+    whole = impl.run(x, packed, scales, zeros, None, spec=dataclasses.replace(spec, leaves_parts=False), target=INTERPRETED)
+    assert parts.shape == (3, case.m, case.n) and parts.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(jnp.sum(parts, axis=0).astype(whole.dtype)).view(np.uint16), np.asarray(whole).view(np.uint16))
+    plain = call(leave_parts=True, implementation="xla")
+    assert plain.shape == whole.shape and plain.dtype == x.dtype
+    with pytest.raises(ContractError, match="leave_parts = True beside a bias, which needs the whole sum"):
+        call(leave_parts=True, bias=scales[0])
+    with pytest.raises(ContractError, match="leave_parts = True beside activation = 'swiglu'"):
+        call(leave_parts=True, activation="swiglu")
+
+
 def choice(m: int, target: Target, implementation: str | None = None, **changes: object) -> str:
     facts = {"m": m, "k": 3584, "n": 4608, "group_size": 128, "bits": 4, "x_dtype": "bfloat16", "scale_dtype": "float16",
              "zero_dtype": "bfloat16", "has_bias": False, "out_dtype": "bfloat16"}

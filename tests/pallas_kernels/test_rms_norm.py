@@ -10,24 +10,31 @@ import pytest
 
 from pallas_kernels import ContractError, Target, Unsupported, rms_norm, rms_norm_choice
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.rms_norm.api import IMPLS, norm_spec
+from pallas_kernels.rms_norm.api import IMPLS, NormSpec, norm_spec
 from tests.pallas_kernels.paged import A100, CPU, H200, TARGETS
 
 EPS = 1e-6
-CASES = {  # num_tokens, dim, dtype, weight dtype, residual
-    "bf16": (5, 896, "bfloat16", "bfloat16", False),
-    "bf16_residual": (3, 3584, "bfloat16", "bfloat16", True),
-    "f16_residual_f32_weight": (3, 1024, "float16", "float32", True),
-    "f32_odd_width": (33, 577, "float32", "float32", True),
+CASES = {  # num_tokens, dim, dtype, weight dtype, residual, parts of x (0: x itself)
+    "bf16": (5, 896, "bfloat16", "bfloat16", False, 0),
+    "bf16_residual": (3, 3584, "bfloat16", "bfloat16", True, 0),
+    "f16_residual_f32_weight": (3, 1024, "float16", "float32", True, 0),
+    "f32_odd_width": (33, 577, "float32", "float32", True, 0),
+    "bf16_parts": (3, 3584, "bfloat16", "bfloat16", True, 3),
+    "f16_one_part": (5, 896, "float16", "float16", True, 1),
+    "f32_parts": (4, 577, "float32", "float32", True, 9),
 }
 
 
-def make_inputs(num_tokens: int, dim: int, dtype: str, weight_dtype: str, has_residual: bool) -> tuple[jax.Array, ...]:
-    """x, weight and perhaps the residual; the first row holds one NaN, the last is zero."""
+def make_inputs(num_tokens: int, dim: int, dtype: str, weight_dtype: str, has_residual: bool, num_parts: int) -> tuple[jax.Array, ...]:
+    """x or its parts, weight and perhaps the residual; the first row holds one NaN, the last is zero."""
     rng = np.random.default_rng(dim)
     x, residual = rng.normal(size=(2, num_tokens, dim)) * 3
     x[0, 1], x[-1], residual[-1] = np.nan, 0, 0
     arrays = jnp.asarray(x, dtype), jnp.asarray(rng.normal(size=dim) + 1, weight_dtype), jnp.asarray(residual, dtype)
+    if num_parts:
+        shares = rng.normal(size=(num_parts, num_tokens, dim)) * (x != 0)
+        shares[0] += x - shares.sum(0)
+        return jnp.asarray(shares, jnp.float32), *arrays[1:]
     return arrays[:2 + has_residual]
 
 
@@ -38,6 +45,11 @@ def naive_norm(h: np.ndarray, weight: np.ndarray, dtype: str) -> np.ndarray:
     squares = (h * h).astype(np.float64 if dtype == "float64" else np.float32)
     mean_square = squares.sum(1, keepdims=True).astype(compute) / compute.type(h.shape[1])
     return (h / np.sqrt(mean_square + compute.type(EPS)) * weight).astype(np.float64)
+
+
+def sum_error(spec: NormSpec) -> float:
+    """Of x + residual, relative to both: none, or where parts may be added up in another order, their rounding the other way."""
+    return 0 if spec.num_parts < 3 else float(jnp.finfo(spec.dtype).eps)
 
 
 def variants() -> list[object]:
@@ -53,7 +65,8 @@ def variants() -> list[object]:
 
 
 @pytest.mark.parametrize(("arrays", "spec", "impl", "target"), variants())
-def test_within_error_budget_and_repeatable(arrays: tuple[jax.Array, ...], spec: object, impl: Implementation[object], target: Target) -> None:
+def test_within_error_budget_and_repeatable(arrays: tuple[jax.Array, ...], spec: NormSpec, impl: Implementation[NormSpec],
+                                            target: Target) -> None:
     """At most twice the naive error in x's dtype, and no more than a rounding of each step; NaN stays in its row, zeros stay zero."""
     run = jax.jit(functools.partial(impl.run, eps=EPS, spec=spec, target=target))
     out, again = run(*arrays), run(*arrays)
@@ -63,8 +76,10 @@ def test_within_error_budget_and_repeatable(arrays: tuple[jax.Array, ...], spec:
     if len(arrays) == 3:
         out, total = out
         h = np.asarray(total)
-        np.testing.assert_array_equal(h.astype(np.float32), np.asarray(arrays[0] + arrays[2]).astype(np.float32))
-    assert out.dtype == arrays[0].dtype and out.shape == arrays[0].shape
+        x = arrays[0] if arrays[0].ndim == 2 else jnp.sum(arrays[0], axis=0).astype(arrays[2].dtype)
+        differs = np.abs(h.astype(np.float32) - np.asarray(x + arrays[2]).astype(np.float32))
+        assert (differs[1:] <= sum_error(spec) * (np.abs(x) + np.abs(h)).astype(np.float32)[1:]).all()
+    assert out.dtype == arrays[-1 if len(arrays) == 3 else 0].dtype and out.shape == arrays[0].shape[-2:]
     got = np.asarray(out).astype(np.float64)
     assert np.isnan(got[0]).all() and np.isfinite(got[1:]).all() and not got[-1].any()
     truth = naive_norm(h[1:-1], weight, "float64")
@@ -86,6 +101,11 @@ def test_every_implementation_is_exercised() -> None:
 
 ERRORS = {
     "weight": ({"weight": jax.ShapeDtypeStruct((65,), jnp.float32)}, r"weight \[65\], \[D\], and x \[8, 64\], \[T, D\], differ in D"),
+    "parts without a residual": ({"x": jax.ShapeDtypeStruct((2, 8, 64), jnp.float32)}, r"x is float32\[2, 8, 64\]: parts .* with a residual"),
+    "parts of 16 bits": ({"x": jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16), "residual": jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)},
+                         r"x is bfloat16\[2, 8, 64\]: parts \[P, T, D\] must be float32"),
+    "residual beside parts": ({"x": jax.ShapeDtypeStruct((2, 8, 64), jnp.float32), "residual": jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)},
+                              r"residual is bfloat16\[2, 64\] and x float32\[2, 8, 64\]"),
     "residual": ({"residual": jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)}, r"residual is bfloat16\[8, 64\] and x float32\[8, 64\]"),
 }
 
