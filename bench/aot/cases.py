@@ -182,6 +182,7 @@ def _int4() -> dict[str, Callable[[], Case]]:
         "kernel-int8-f16-t8": of(8, 3584, 4608, bits=8, dtype=jnp.float16),
         "kernel-int8-gate-up-t8": of(8, 3584, 37888, bits=8),
         "kernel-int8-gate-up-t64": of(64, 3584, 37888, bits=8),
+        "kernel-int8-head-t64": of(64, 3584, 152064, bits=8, group_size=64),
         "kernel-int4-dequantize-down-t2048": of(2048, 18944, 3584, kernels=("int4_dequantize",)),
     }
 

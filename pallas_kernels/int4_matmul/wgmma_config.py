@@ -43,7 +43,8 @@ WGMMA_CAPABILITIES = ((9, 0),)
 WGMMA_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens of a call up to which the same tiles serve; more take those of the last
 WGMMA_MOST_BLOCK_M = 256
 WGMMA_WARPGROUPS = {8: 5, 16: 5, 32: 5, 64: 3, 128: 3, 256: 2}  # by block_m: as many as a core's registers hold
-WGMMA_FULL_M, WGMMA_FULL_GROUP = 32, 128  # tokens of a block of five warpgroups that leave no registers for smaller groups' parameters
+# Tokens of a block in which as many leave no registers for codes of 8 bits, nor for the parameters of groups of less than this.
+WGMMA_FULL_MS, WGMMA_FULL_GROUP = (32, 64, 128), 128
 WGMMA_RESIDENT = WGMMA_WARPGROUPS | {32: 4}  # in small blocks, which ptxas gives more registers
 WGMMA_MOST_SCALED = 64    # tokens of a block up to which products are scaled, and not weights
 WGMMA_WHOLE_PLACES = 32   # tokens of a block up to which a place in the ring of tokens holds a whole tile
@@ -131,7 +132,7 @@ def _quickest_wgmma(spec: MatmulSpec, target: Target, block_m: int) -> WgmmaConf
     configs = [_wgmma_tiles(spec, block_m, *tiles, place_k)
                for tiles in itertools.product(range(1, 6), range(1, 6), range(1, 10), (4, 3, 2), (8, 4, 3, 2))]
     # A place is let go of a piece late, and where strips share it, fetched a place late: two leave no time for it, but of whole tiles.
-    most = WGMMA_WARPGROUPS[block_m] - (block_m == WGMMA_FULL_M and spec.group_k < WGMMA_FULL_GROUP)
+    most = WGMMA_WARPGROUPS[block_m] - (block_m in WGMMA_FULL_MS and (spec.bits == 8 or spec.group_k < WGMMA_FULL_GROUP))
     fitting = [c for c in configs if c.strips * c.warpgroups <= most and c.warpgroups * c.splits <= spec.num_tiles
                and (c.token_stages > 2 or c.strips == 1 and c.place_k == layout.TILE_K)
                and wgmma_shared_bytes(spec, c) <= target.shared_memory_bytes]

@@ -419,7 +419,27 @@ def test_measured_tiles_are_taken_where_they_were_measured(table: str, entry: tu
     else:
         wide = wgmma_config(spec, H200)
         assert (wide.strips, wide.warpgroups, wide.splits, wide.stages, wide.token_stages, wide.place_k) == WGMMA_MEASURED[entry]
+        assert wide.strips == 1 or wide.token_stages > 2 or wide.place_k == 256, "strips wait for a place that is fetched after the wait"
         assert wgmma_shared_bytes(spec, wide) <= H200.shared_memory_bytes and wide.warpgroups * wide.splits <= spec.num_tiles
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (8, 64), (8, 128), (8, 3584)])
+@pytest.mark.parametrize("m", [64, 128])
+def test_blocks_whose_rows_or_codes_fill_registers_have_fewer_warpgroups(m: int, bits: int, group_size: int) -> None:
+    """Three of a wide vocabulary head spill: 104 bytes a thread with 64 tokens and 8 bits, and ptxas then runs products one by one."""
+    spec = MatmulSpec(m=m, k=3584, n=152064, group_size=group_size, bits=bits, x_dtype="bfloat16", scale_dtype="float32",
+                      zero_dtype="bfloat16", has_bias=False, out_dtype="float32")
+    config = wgmma_config(spec, H200)
+    assert config.strips * config.warpgroups < WGMMA_WARPGROUPS[config.block_m]
+
+
+@pytest.mark.parametrize("entry", WGMMA_MEASURED | dict.fromkeys((k, n, m) for k, n, m in MOSAIC_MEASURED))
+def test_scales_of_32_bits_find_tiles_where_others_were_measured(entry: tuple[int, int, int]) -> None:
+    """Which take twice the memory: 32 tokens of 3584 x 3584 had no room for the measured tiles, 16 of 18944 x 3584 fell back to XLA."""
+    k, n, m = entry
+    assert choice(m, H200, k=k, n=n, scale_dtype="float32") in ("mosaic", "wgmma", "dequantize")
+    if m > 16:
+        assert choice(m, H200, "wgmma", k=k, n=n, scale_dtype="float32") == "wgmma"
 
 
 def test_a_measured_entry_moves_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
