@@ -49,9 +49,9 @@ WGMMA_RESIDENT = WGMMA_WARPGROUPS | {32: 4}  # in small blocks, which ptxas give
 WGMMA_MOST_SCALED = 64    # tokens of a block up to which products are scaled, and not weights
 WGMMA_WHOLE_PLACES = 32   # tokens of a block up to which a place in the ring of tokens holds a whole tile
 
-# Of kernel_wgmma the same, fitted to what one wave of blocks takes on an H200 (2026-12-01): (a, b), cycles a + b * block_m. A tile beside
-# others, its products scaled (590 at 16 tokens, 714 at 32, 960 at 64) or its weights (1450 at 128, 2900 at 256: tensor cores at their rate);
-# and alone (990 at 32, 1300 at 64, 1970 at 128, 2600 at 256).
+# Where nothing is measured, the tiles of the least time by these figures, beside those of config.py, fitted to what one wave of blocks takes
+# on an H200 (2026-12-01): (a, b), cycles a + b * block_m. A tile beside others, its products scaled (590 at 16 tokens, 714 at 32, 960 at 64)
+# or its weights (1450 at 128, 2900 at 256: tensor cores at their rate); and alone (990 at 32, 1300 at 64, 1970 at 128, 2600 at 256).
 SCALED_PRODUCT, SCALED_WEIGHT, ALONE = (480, 7.5), (0, 11.4), (800, 8)
 LEAST_SCALED_WEIGHT = 900  # cycles, for few tokens
 
