@@ -14,7 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class KernelError(Exception):
-    """Base of every error that a caller of this package can cause."""
+    """Base of every error that a caller of this package can cause. `reason` is what it says without its advice on an op's arguments, for who
+    has other arguments to advise on."""
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = message if reason is None else reason
 
 
 class ContractError(KernelError, ValueError):
@@ -23,10 +28,6 @@ class ContractError(KernelError, ValueError):
 
 class Unsupported(KernelError):
     """An implementation cannot do a case. `supports` returns it; a forced choice raises it."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,8 @@ def choose[Spec](op: str, impls: Sequence[Implementation[Spec]], spec: Spec, tar
     """
     names = [impl.name for impl in impls]
     if forced is not None and forced not in names:
-        raise ContractError(f"{op}: implementation = {forced!r} is unknown: give one of {', '.join(names)}, or None to let the op choose.")
+        known = f"{op}: implementation = {forced!r} is unknown: give one of {', '.join(names)}"
+        raise ContractError(f"{known}, or None to let the op choose.", f"{known}.")
     rejected: list[tuple[str, str]] = []
     for impl in impls:
         if forced is not None and impl.name != forced:
@@ -182,8 +184,8 @@ def choose[Spec](op: str, impls: Sequence[Implementation[Spec]], spec: Spec, tar
             logger.debug("%s for %s on %s", choice, spec, target)
             return choice, impl
         if forced is not None:
-            raise Unsupported(f"{op}: implementation = {forced!r} cannot do this case: {refusal.reason}. "
-                              f"Give implementation=None to let the op choose among {', '.join(names)}.")
+            fact = f"{op}: implementation = {forced!r} cannot do this case: {refusal.reason}."
+            raise Unsupported(f"{fact} Give implementation=None to let the op choose among {', '.join(names)}.", fact)
         rejected.append((impl.name, refusal.reason))
     raise Unsupported(f"{op}: no implementation supports {spec} on {target.device_kind}: "
                       + "; ".join(f"{name}: {reason}" for name, reason in rejected) + ".")

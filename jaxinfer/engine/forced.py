@@ -34,4 +34,4 @@ def choice_of(op: str, choose: Callable[..., Choice], spec: object, target: Targ
         return choose(spec, target, implementation=name)
     except KernelError as error:
         place = f" in {where}" if isinstance(error, Unsupported) else ""
-        raise ConfigError(f"{op}_implementation = {name!r}{place}: {error} In the engine's settings 'auto' lets it choose.") from error
+        raise ConfigError(f"{op}_implementation = {name!r}{place}: {error.reason} 'auto' lets it choose.") from error
