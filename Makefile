@@ -52,7 +52,7 @@ help:
 	@echo 'make aot                  compile kernels and whole steps for A100 and H200 without a GPU, and check their budgets'
 	@echo 'make gpu-test             kernel and engine tests on the GPU of this machine, the kernels also on the path that an A100 takes'
 	@echo '                          (GPU_PYTHON=python3 takes that interpreter as it is, instead of installing into $(VENV_GPU))'
-	@echo 'make gpu-sanitize         small cases of every kernel under compute-sanitizer: memory accesses, then races in shared memory'
+	@echo 'make gpu-sanitize         small cases of the kernels under compute-sanitizer: memory accesses, then races in shared memory'
 	@echo 'make gpu-bench            time the kernels beside their peers (BENCH_OPS=norm,int4 takes a part), in minutes; files go to bench/results'
 	@echo 'make clean                remove the virtual environments and the tools'"'"' caches; the downloaded checkpoint stays'
 	@echo 'Settings: PYTHON=interpreter  VENV=folder  CACHE=folder for checkpoints  JAX=requirement  WORKERS=test processes'
@@ -106,8 +106,9 @@ gpu-check:
 
 # Small cases of our own kernels, natively: under the sanitizer one takes many times as long. A process a file, so that what ends one ends
 # no other; pytest leaves with 5 where a file has no such case.
-SANITIZE ?= (mosaic or wgmma or stream) and (one_token or tail_of_n or group32 or tail_of_m or decode_bf16_gqa7 or prefill_bf16_odd \
-  or mixed_bf16_gqa3 or bf16_h128_gqa3 or bf16_residual or bf16_parts or decode_bf16 or prefill_bf16_page16 or prefill_f16 or decode_h128 or any_tiles)
+SANITIZE ?= (mosaic or wgmma or stream or dequantize) and (int8_zeros or bf16_lengths or one_token or tail_of_n or group32 or tail_of_m \
+  or decode_bf16_gqa7 or prefill_bf16_odd or mixed_bf16_gqa3 or bf16_h128_gqa3 or bf16_residual or bf16_parts or decode_bf16 or prefill_bf16_page16 or prefill_f16 or decode_h128 \
+  or any_tiles)
 SANITIZERS ?= memcheck racecheck
 # Time of a file, after which it ends itself and says where it stood: under the sanitizer a kernel may hang without a word. What does not even
 # end itself is killed 20 s later; its output goes to a file, for a pipe would wait for whoever still holds it.

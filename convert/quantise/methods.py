@@ -20,7 +20,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16")
 AWQ_ROUNDINGS = ("feedback", "nearest")
 DAMPING = {"awq": 0.1, "gptq": 0.01}
 """Where none is given. The usual 0.01 fits a few thousand calibration tokens closer and other text less well; but without awq's scales 0.1 is
-little better for Qwen2.5-Coder-0.5B (perplexity +5.2 % for +5.6 %) and worse for SmolLM2 (+21.6 % for +15.4 %)."""
+little better for Qwen2.5-Coder-0.5B (perplexity +5.2 % for +5.8 %) and worse for SmolLM2 (+21.6 % for +15.2 %)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -219,7 +219,7 @@ class Engine:
 
         A burst of full length whose rows are all greedy is one launch, a loop on the device: ids stay there in any case, so that its
         later steps need no word from the host but lengths and pages that are known beforehand. On an H200 a launch takes 1.2 to 3.5 ms
-        of the host, which int4 at batch 1 waits for (the device has 2.3 ms of work of a step's 3.6); a loop of 8 takes 1.4 ms once,
+        of the host, which int4 at batch 1 waits for (the device had work for 2.3 ms of 3.6 without loops); a loop of 8 takes 1.4 ms once,
         copies nothing of the KV pool, and its steps run no slower than bare launches (1.07 ms for 1.14, 10 layers of shape Q in int4).
         A shorter burst (a row nears its end, or pages run short), one with sampled rows, in large buckets or in deterministic mode is
         the bucket's own executable launched again: that saves the decision and the packing of each step alone, and costs no compile.

@@ -25,8 +25,9 @@ pallas_kernels/ragged_paged_attention/config.py). The price is the unused end of
 
 On an H200 (2026-12-01, bench/results/kernels-pages-nvidia-h200.json), us with pages of 16, 32, 64 and 128, 28/4 heads: decode of 1 row of
 640 keys 9.1, 6.2, 5.3, 4.8; of 8 rows 11.5, 9.8, 9.7, 11.0; of 32 21.5, 17.9, 17.6, 20.0; of 128 45.8, 50.3, 46.1, 47.9; of 32 rows of 4096
-72.5, 80.6, 68.6, 70.4; of 1 row of 32768 28.5, 23.7, 23.2, 24.5. Where there are more KV heads, 128 is the fastest: 32 rows of 4096 take
-136, 153, 140, 126 with 64/8 heads, of which 128 alone splits none, and 495, 527, 527, 475 with 32/32. Prompts of 32/32 take the same on
+72.5, 80.6, 68.6, 70.4; of 1 row of 32768 28.5, 23.7, 23.2, 24.5. Where there are more KV heads, 128 was the fastest: 32 rows of 4096
+took 136, 153, 140, 126 with 64/8 heads, of which 128 alone was not split, and 495, 527, 527, 475 with 32/32; of 64, not split there any
+more and on another H200, 124 and 470 (kernels-attention-nvidia-h200.json). Prompts of 32/32 take the same on
 wgmma within 4 %; on mosaic 8192 tokens take 3012, 2139, 2184, 2161."""
 _MIXED_ROWS = 8            # rows of the small prefill buckets; larger mixes take max_num_seqs rows
 _LEAST_DECODE_ROWS = {"cpu": 1, "gpu": 8}  # an H200 takes as long for 1 row of Qwen2-7B's shape as for 8 (4.27 ms): one executable for all,

@@ -87,10 +87,11 @@ MOSAIC_STAGES = 3
 SHARED_REST = 3072  # bytes of shared memory for barriers and alignment
 # Where a kernel hands over to the next. On an H200 measured by bench.kernels.int4_sweep, which tries both sides (us at 16, 32, 512, 1024 and
 # 2048 tokens, in bench/results/sweep-int4-nvidia-h200.json): kernel_wgmma beats kernel_mosaic from 17 tokens on, since 16 fill mosaic's tiles,
-# and many columns from 9 on (26.5 against 28.7 for 3584 x 37888 and 16 tokens). Dequantising costs a pass over the weights, which many columns
-# never earn back: kernel_wgmma multiplies by them at 730 TFLOP/s, as fast as cuBLAS. The crossings that are measured stand in
-# DEQUANTIZE_MEASURED: 36.6 against 42.6 at 512 tokens of 3584 x 4608; 45.6 and 44.3 at 1024, 81 and 85 at 2048 of 3584 x 3584; 221 and 213, 403
-# and 433 of 18944 x 3584; 775 against 746 at 2048 of 3584 x 37888: at 4096, by their slopes. An A100's is an estimate from its rates.
+# and many columns from 9 on (26.5 against 28.7 for 3584 x 37888 and 16 tokens; 17.2 and 17.1 for 3584 x 18944). Dequantising costs a pass
+# over the weights, which many columns earn back late: kernel_wgmma multiplies by them at 700 to 740 TFLOP/s. The crossings that are measured
+# stand in DEQUANTIZE_MEASURED: 36.6 against 42.6 at 512 tokens of 3584 x 4608; 45.6 and 44.3 at 1024, 81 and 85 at 2048 of 3584 x 3584; 221
+# and 213, 403 and 433 of 18944 x 3584; 775 against 746 at 2048 of 3584 x 37888, but 761 against 793 in bench.kernels on another day (as
+# 1477 against 1689 at 4096). An A100's is an estimate from its rates.
 WGMMA_MIN_M, WGMMA_WIDE_MIN_M = 17, 9
 WIDE_N, SMALL_CODES = 16384, 2**25
 DEQUANTIZE_MEASURED = {(3584, 4608): 512, (3584, 3584): 2048, (18944, 3584): 2048, (3584, 18944): 4096, (3584, 37888): 4096}  # by k, n

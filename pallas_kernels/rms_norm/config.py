@@ -45,8 +45,8 @@ def mosaic_loss(spec: NormSpec, target: Target) -> str | None:
 
     On an H200, us, bfloat16, D 3584 (bench/results/kernels-attention-nvidia-h200.json): with a residual 1.5 against XLA's 2.9 at 32 rows,
     30.1 against 38.4 at 4096, for XLA takes a launch for the sum and one for the norm; without one 1.3 and 1.4, 16.1 and 17.1. Of a product
-    in nine parts and 8 rows, with the norms between, 2.5 in an engine's profile (offline-Q-int4-nvidia-h200.json), where a launch that added
-    the parts up took 1.3 and the norms 2.0.
+    in nine parts and 8 rows, with the norms between, 2.5 in an engine's profile (bench/results/offline-Q-int4-nvidia-h200.json), where a
+    launch that added the parts up took 1.3 and the norms 2.0 before.
     """
     return None if spec.has_residual else "without a residual XLA takes one launch too, and fuses what stands around it"
 

@@ -2,7 +2,7 @@
 
   pip install --no-deps --no-build-isolation autoawq==0.2.9 auto-gptq==0.7.1 compressed-tensors==0.20.1 loguru     (Python 3.11, torch)
 
-Importing the packages whole would need triton and a GPU; these files need torch only.
+Importing the packages whole would need triton and a GPU; these files need torch and transformers only.
 """
 
 import importlib.util
