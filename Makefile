@@ -107,8 +107,8 @@ gpu-check:
 # Small cases of our own kernels, natively: under the sanitizer one takes many times as long. A process a file, so that what ends one ends
 # no other; pytest leaves with 5 where a file has no such case.
 SANITIZE ?= (mosaic or wgmma or stream or dequantize) and (int8_zeros or bf16_lengths or one_token or tail_of_n or group32 or tail_of_m \
-  or decode_bf16_gqa7 or prefill_bf16_odd or mixed_bf16_gqa3 or bf16_h128_gqa3 or bf16_residual or bf16_parts or decode_bf16 or prefill_bf16_page16 or prefill_f16 or decode_h128 \
-  or any_tiles)
+  or decode_bf16_gqa7 or prefill_bf16_odd or mixed_bf16_gqa3 or bf16_h128_gqa3 or bf16_residual or bf16_parts or decode_bf16 \
+  or prefill_bf16_page16 or prefill_f16 or decode_h128 or any_tiles)
 SANITIZERS ?= memcheck racecheck
 # Time of a file, after which it ends itself and says where it stood: under the sanitizer a kernel may hang without a word. What does not even
 # end itself is killed 20 s later; its output goes to a file, for a pipe would wait for whoever still holds it.

@@ -160,13 +160,17 @@ def first(reasons: tuple[tuple[bool, str], ...]) -> str | None:
     return next((reason for refused, reason in reasons if refused), None)
 
 
+def memory_refusal(need: int, target: Target) -> str | None:
+    """Why a block of so many bytes of shared memory cannot run on a target, or None if it can."""
+    return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
+
+
 def mosaic_refusal(spec: MatmulSpec, target: Target) -> str | None:
     """Why kernel_mosaic cannot do a call on a target, or None if it can."""
     reason = first(kernel_reasons(spec, target, MOSAIC_CAPABILITIES))
     if reason is not None:
         return reason
-    need = mosaic_shared_bytes(spec, mosaic_config(spec, target))
-    return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
+    return memory_refusal(mosaic_shared_bytes(spec, mosaic_config(spec, target)), target)
 
 
 def mosaic_loss(spec: MatmulSpec, target: Target) -> str | None:
@@ -207,7 +211,7 @@ def _cycles(spec: MatmulSpec, target: Target, config: MosaicConfig) -> int:
 
 
 def busiest_core(spec: MatmulSpec, target: Target, config: Tiles, *, need: int, most: int, tile: int,
-                  latency: int = TILE_LATENCY) -> int:
+                 latency: int = TILE_LATENCY) -> int:
     """Cycles: waves of blocks, of each the busiest core's instructions or the longest chain, whichever is more; then what splits cost.
 
     Args:

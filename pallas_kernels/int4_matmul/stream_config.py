@@ -17,6 +17,7 @@ from pallas_kernels.int4_matmul.config import (
     first,
     is_measured,
     kernel_reasons,
+    memory_refusal,
     split_cycles,
 )
 
@@ -78,8 +79,7 @@ def stream_refusal(spec: MatmulSpec, target: Target) -> str | None:
                                                    f"not {spec.group_size}")))
     if reason is not None:
         return reason
-    need = stream_shared_bytes(spec, stream_config(spec, target))
-    return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
+    return memory_refusal(stream_shared_bytes(spec, stream_config(spec, target)), target)
 
 
 def stream_loss(spec: MatmulSpec, target: Target) -> str | None:

@@ -18,6 +18,7 @@ from pallas_kernels.int4_matmul.config import (
     first,
     is_measured,
     kernel_reasons,
+    memory_refusal,
     parameter_bytes,
 )
 
@@ -103,8 +104,7 @@ def wgmma_refusal(spec: MatmulSpec, target: Target) -> str | None:
     reason = first(kernel_reasons(spec, target, WGMMA_CAPABILITIES))
     if reason is not None:
         return reason
-    need = wgmma_shared_bytes(spec, wgmma_config(spec, target))
-    return None if need <= target.shared_memory_bytes else f"needs {need} bytes of shared memory of {target.shared_memory_bytes}"
+    return memory_refusal(wgmma_shared_bytes(spec, wgmma_config(spec, target)), target)
 
 
 def wgmma_config(spec: MatmulSpec, target: Target) -> WgmmaConfig:
@@ -155,4 +155,4 @@ def _wgmma_cycles(spec: MatmulSpec, target: Target, config: WgmmaConfig) -> int:
 
     tile = cycles(SCALED_PRODUCT) if config.scales_product else max(LEAST_SCALED_WEIGHT, cycles(SCALED_WEIGHT))
     return busiest_core(spec, target, config, need=wgmma_shared_bytes(spec, config), most=WGMMA_RESIDENT[config.block_m], tile=tile,
-                         latency=cycles(ALONE))
+                        latency=cycles(ALONE))
