@@ -123,7 +123,7 @@ def _tile_kernel(q: jax.Array, *, num_kv_heads: int, num_tiles: int, num_segment
     row_layout = acc_layout.reduce(1)
 
     def body(q_ref, k_ref, v_ref, len_ref, ranges_ref, *refs):  # type: ignore[no-untyped-def]
-        segment_refs, out_ref = refs[:num_segments], refs[num_segments]
+        segment_refs, (out_ref, rows_smem) = refs[:num_segments], refs[num_segments:]
         # A row's last tiles are its longest under a causal mask and should start first.
         row, head, tile = lax.axis_index("row"), lax.axis_index("head"), num_tiles - 1 - lax.axis_index("tile")
         own, tile_pos, start, end = (ranges_ref[i, row, tile] for i in range(TILE_FIELDS))
@@ -132,7 +132,8 @@ def _tile_kernel(q: jax.Array, *, num_kv_heads: int, num_tiles: int, num_segment
         first = tile * block_q - base           # tokens of the tile before this one
         pos = tile_pos - first                  # position of token `base`
         count = jnp.maximum(lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - start, 0)
-        queries = plgpu.load(q_ref.at[row, pl.ds(base, block_q), head], layout=lhs_layout, optimized=False)
+        mosaic.load_wide(rows_smem, q_ref.at[row, pl.ds(base, block_q), head])
+        queries = plgpu.load(rows_smem, layout=lhs_layout)
         if num_segments:
             q_ids = plgpu.load(segment_refs[0].at[row, pl.ds(base, block_q)], layout=row_layout, optimized=False)
 
@@ -187,10 +188,10 @@ def _tile_kernel(q: jax.Array, *, num_kv_heads: int, num_tiles: int, num_segment
         blind = (across(m, head_dim) == M_FLOOR) & (across(denom, head_dim) > 0)
         token = plgpu.broadcasted_iota(jnp.int32, (block_q, head_dim), 0, layout=acc_layout)
         out = jnp.where(blind | (token >= first + own), 0.0, out)
-        mosaic.store_rows(out_ref.at[row, pl.ds(base, block_q), head], out.astype(dtype), first, block_q, acc_layout, interpret=interpret)
+        mosaic.store_wide(out_ref.at[row, pl.ds(base, block_q), head], out.astype(dtype), first, block_q, rows_smem, interpret=interpret)
 
     return mosaic.kernel(
         body, out_type=jax.ShapeDtypeStruct(q.shape, dtype), grid=(num_rows, num_heads, num_tiles), grid_names=("row", "head", "tile"),
-        kernel_name="flash_attention", interpret=interpret,
+        kernel_name="flash_attention", scratch_types=[mosaic.tiled_rows((block_q, head_dim), dtype)], interpret=interpret,
         # tanh.approx would be too coarse for a cap; exp2 and division are not.
         compiler_params=plgpu.CompilerParams(approx_math=statics.softcap is None))

@@ -223,8 +223,8 @@ def mosaic_prefill_config(spec: AttentionSpec) -> PrefillConfig:
     """Tile sizes of kernel_mosaic_prefill.
 
     Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90:
-    H 128, 64 x 32: (221, 51201) and (197, 51225); H 64, 64 x 64: (220, 51201) and (200, 51225); H 64, 64 x 16: (139, 14337) and
-    (111, 14361). At H 128, 64 x 64 spills on both.
+    H 128, 64 x 32: (224, 67585) and (200, 67609); H 64, 64 x 64: (230, 59393) and (204, 59417); H 64, 64 x 16: (143, 22529) and
+    (126, 22553). At H 128, 64 x 64 spills on both.
     """
     block_kv = 64 if spec.head_dim == 64 and spec.page_size % 64 == 0 else 32 if spec.page_size % 32 == 0 else 16
     return PrefillConfig(block_q=MOSAIC_PREFILL_BLOCK_Q, block_kv=block_kv, stages=MOSAIC_PREFILL_STAGES,
@@ -291,11 +291,12 @@ def wgmma_shared_bytes(spec: AttentionSpec, config: WgmmaConfig) -> int:
 
 
 def mosaic_shared_bytes(spec: AttentionSpec) -> int:
-    """Shared memory of one block: keys and values in flight, in decode the probabilities' tile, and 4 KiB for reductions and barriers."""
+    """Shared memory of one block: keys and values in flight, in decode the probabilities' tile, in prefill queries or output, and 4 KiB for
+    reductions and barriers."""
     if spec.is_decode:
         return mosaic_config(spec).stages * _page_bytes(spec) + 2 * MOSAIC_GROUP_ROWS * spec.page_size * 2 + 4096
     config = mosaic_prefill_config(spec)
-    return config.stages * _page_bytes(spec) * config.block_kv // spec.page_size + 4096
+    return config.stages * _page_bytes(spec) * config.block_kv // spec.page_size + config.block_q * spec.head_dim * 2 + 4096
 
 
 def _page_bytes(spec: AttentionSpec) -> int:

@@ -67,7 +67,7 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, *, num_tiles: int, scale: flo
         # A tile without tokens has nothing to write: it ends before it loads anything.
         pl.when(tiles_ref[2, tile] > tiles_ref[1, tile])(lambda: attend(*refs))
 
-    def attend(q_ref, k_ref, v_ref, table_ref, tiles_ref, out_ref):  # type: ignore[no-untyped-def]
+    def attend(q_ref, k_ref, v_ref, table_ref, tiles_ref, out_ref, rows_smem):  # type: ignore[no-untyped-def]
         head, tile = lax.axis_index("head"), lax.axis_index("tile")
         base, first, end, row, pos, kv_end, kv_len = (tiles_ref[i, tile] for i in range(TILE_FIELDS))
         kv_head = lax.div(head, jnp.int32(num_heads // num_kv_heads))
@@ -75,7 +75,8 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, *, num_tiles: int, scale: flo
         if sliding_window is not None:
             start = lax.div(jnp.maximum(pos + first - (sliding_window - 1), 0), jnp.int32(block_kv))
         count = jnp.maximum(lax.div(kv_end + (block_kv - 1), jnp.int32(block_kv)) - start, 0)
-        queries = plgpu.load(q_ref.at[pl.ds(base, block_q), head], layout=lhs_layout, optimized=False)
+        mosaic.load_wide(rows_smem, q_ref.at[pl.ds(base, block_q), head])
+        queries = plgpu.load(rows_smem, layout=lhs_layout)
 
         def masked(scores: jax.Array, first_key: jax.Array) -> jax.Array:
             shape = (block_q, block_kv)
@@ -116,10 +117,10 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, *, num_tiles: int, scale: flo
                         constant((block_q,), 0, row_layout)))(k_ref, v_ref)
         # Only the tile of padding tokens has no key: its accumulator is 0, and so is its output.
         out = acc * across(1 / jnp.where(denom == 0, 1.0, denom), head_dim)
-        mosaic.store_rows(out_ref.at[pl.ds(base, block_q), head], out.astype(q.dtype), first, end, acc_layout, interpret=interpret)
+        mosaic.store_wide(out_ref.at[pl.ds(base, block_q), head], out.astype(q.dtype), first, end, rows_smem, interpret=interpret)
 
     return mosaic.kernel(
         body, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), grid=(num_heads, num_tiles), grid_names=("head", "tile"),
-        kernel_name="paged_prefill_attention", interpret=interpret,
+        kernel_name="paged_prefill_attention", scratch_types=[mosaic.tiled_rows((block_q, head_dim), dtype)], interpret=interpret,
         # tanh.approx would be too coarse for a cap; exp2 and division are not.
         compiler_params=plgpu.CompilerParams(approx_math=softcap is None))

@@ -126,7 +126,7 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, *, num
             plgpu.set_max_registers(ATTENDER_REGISTERS, action="increase")
             own = pos + group * GROUP_Q  # position of the warpgroup's first token
             # By way of registers: a TMA copy into a tiled ref would have to begin at a multiple of 8 tokens.
-            q_smem[group] = plgpu.load(q_ref.at[pl.ds(base + group * GROUP_Q, GROUP_Q), head], layout=layout, optimized=False)
+            mosaic.load_wide(q_smem.at[group], q_ref.at[pl.ds(base + group * GROUP_Q, GROUP_Q), head])
             plgpu.commit_smem()
 
             def turn() -> None:
@@ -199,20 +199,15 @@ def _tile_kernel(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, *, num
             # Only the tile of padding tokens has no key: its accumulator is 0, and so is its output.
             out = acc * across(1 / jnp.where(denom == 0, 1.0, denom), head_dim)
             low, high = (jnp.clip(bound - group * GROUP_Q, 0, GROUP_Q) for bound in (first, end))
-            mosaic.store_rows(out_ref.at[pl.ds(base + group * GROUP_Q, GROUP_Q), head], out.astype(q.dtype), low, high, layout,
+            mosaic.store_wide(out_ref.at[pl.ds(base + group * GROUP_Q, GROUP_Q), head], out.astype(q.dtype), low, high, q_smem.at[group],
                               interpret=interpret)
 
         # A tile without tokens has nothing to write: it ends before it loads anything.
         pl.when(end > first)(lambda: lax.cond(group == FETCHER, fetch, attend))
 
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-
-    def tiled(*shape: int) -> Any:
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
     barrier = plgpu.Barrier
     scratch = [
-        tiled(2, GROUP_Q, head_dim), tiled(stages, block_kv, head_dim), tiled(stages, block_kv, head_dim),
+        *(mosaic.tiled_rows(shape, dtype) for shape in ((2, GROUP_Q, head_dim), *[(stages, block_kv, head_dim)] * 2)),
         *[barrier(num_arrivals=block_pages, num_barriers=stages)] * 2, *[barrier(num_arrivals=2, num_barriers=stages)] * 2,
         barrier(num_arrivals=block_pages), barrier(), barrier(num_arrivals=2)]
     return mosaic.kernel(
