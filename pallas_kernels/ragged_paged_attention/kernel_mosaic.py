@@ -10,6 +10,7 @@ them, one block a token and query head. The page pipeline is cp.async on sm_80 a
     later splits                             empty: their part is not written, and the combination does not look at it
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,17 @@ def decode_attention(
     lens = jnp.where(valid, kv_lens[rows], 0)
     run = _split_kernel(q, k_pages, scale=scale, sliding_window=sliding_window, softcap=softcap, config=config, interpret=interpret)
     out = run(q, k_pages, v_pages, page_table, rows, lens)
-    return out if config.splits == 1 else _combine_kernel(q, config=config, interpret=interpret)(*out)
+    if config.splits == 1:
+        return out
+    return _combine_kernel(q, page_size=k_pages.shape[2], sliding_window=sliding_window, config=config, interpret=interpret)(*out, lens)
+
+
+def _pages_of_splits(kv_len: jax.Array, *, page_size: int, sliding_window: int | None,
+                     config: MosaicConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(first page, end, pages a split) of a row, as the drawing above has them."""
+    first_key = jnp.maximum(kv_len - sliding_window, 0) if sliding_window is not None else jnp.int32(0)
+    first, end = lax.div(first_key, jnp.int32(page_size)), lax.div(kv_len + (page_size - 1), jnp.int32(page_size))
+    return first, end, jnp.maximum(lax.div(end - first + (config.splits - 1), jnp.int32(config.splits)), config.min_pages)
 
 
 def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_window: int | None, softcap: float | None,
@@ -66,10 +77,7 @@ def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_win
     def walk(p_smem, q_ref, k_ref, v_ref, table_ref, rows_ref, lens_ref):  # type: ignore[no-untyped-def]
         token, head, split = (lax.axis_index(name) for name in ("token", "head", "split"))
         row, kv_len = rows_ref[token], lens_ref[token]
-        first_key = jnp.maximum(kv_len - sliding_window, 0) if sliding_window is not None else jnp.int32(0)
-        first_page = lax.div(first_key, jnp.int32(page_size))
-        end_page = lax.div(kv_len + (page_size - 1), jnp.int32(page_size))
-        per_split = jnp.maximum(lax.div(end_page - first_page + (config.splits - 1), jnp.int32(config.splits)), config.min_pages)
+        first_page, end_page, per_split = _pages_of_splits(kv_len, page_size=page_size, sliding_window=sliding_window, config=config)
         start = first_page + split * per_split
         count = jnp.maximum(jnp.minimum(start + per_split, end_page) - start, 0)
         queries = mosaic.load_rows(q_ref.at[token, pl.ds(head * num_groups, num_groups)], group_rows, lhs_layout, interpret=interpret)
@@ -81,7 +89,7 @@ def _split_kernel(q: jax.Array, k_pages: jax.Array, *, scale: float, sliding_win
                                 interpret=interpret)
             scores = mosaic.scaled_scores(scores, scale, softcap)
             key = plgpu.broadcasted_iota(jnp.int32, (group_rows, page_size), 1, layout=acc_layout)
-            held = key < kv_len - shift if sliding_window is None else (key < kv_len - shift) & (key >= first_key - shift)
+            held = key < kv_len - shift if sliding_window is None else (key < kv_len - shift) & (key >= kv_len - sliding_window - shift)
             scores = jnp.where(held, scores, M_FLOOR)
             new_m = jnp.maximum(m, jnp.max(scores, axis=1))
             alpha = jnp.exp2(m - new_m)
@@ -138,22 +146,24 @@ def page_block(shape: tuple[int, int], index: Callable[[jax.Array], tuple[Any, .
     return plgpu.BlockSpec((None, None, *shape), index, transforms=transforms, oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
-def _combine_kernel(q: jax.Array, *, config: MosaicConfig, interpret: bool) -> Any:
-    """The kernel: (parts [T, K, S, G, H], m and denom [T, K, S, 16 or 32]) -> [T, N, H], of splits that were not empty."""
+def _combine_kernel(q: jax.Array, *, page_size: int, sliding_window: int | None, config: MosaicConfig, interpret: bool) -> Any:
+    """The kernel: (parts [T, K, S, G, H], m and denom [T, K, S, 16 or 32], lens [T]) -> [T, N, H], of splits that were not empty."""
     num_heads, head_dim = q.shape[1:]
     layout = plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=1)
     shape = (SPLIT_ROWS, head_dim)
 
-    def body(out_ref, m_ref, denom_ref, result_ref):  # type: ignore[no-untyped-def]
+    def body(out_ref, m_ref, denom_ref, lens_ref, result_ref):  # type: ignore[no-untyped-def]
         token, head = lax.axis_index("token"), lax.axis_index("head")
+        first_page, end_page, per_split = _pages_of_splits(lens_ref[token], page_size=page_size, sliding_window=sliding_window, config=config)
         num_groups = out_ref.shape[3]
         kv_head, group = lax.div(head, jnp.int32(num_groups)), lax.rem(head, jnp.int32(num_groups))
 
         def down(column: jax.Array) -> jax.Array:
             return lax.broadcast_in_dim(column, shape, (1,))
 
-        top, total, acc = (constant((head_dim,), value, layout.reduce(0)) for value in (M_FLOOR, 0, 0))
-        for first in range(0, config.splits, SPLIT_ROWS):
+        def add(first: int, before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """`before` and the splits from `first` on, as many as a tile has rows."""
+            top, total, acc = before
             splits = pl.ds(first, SPLIT_ROWS)
             m, denom = (across(plgpu.load(ref.at[token, kv_head, splits, group], layout=layout.reduce(1), optimized=False), head_dim)
                         for ref in (m_ref, denom_ref))
@@ -164,9 +174,14 @@ def _combine_kernel(q: jax.Array, *, config: MosaicConfig, interpret: bool) -> A
             values = mosaic.load_rows(out_ref.at[token, kv_head, pl.ds(first, min(SPLIT_ROWS, config.splits - first)), group], SPLIT_ROWS,
                                       layout, interpret=interpret)
             old = jnp.exp2(top - new_top)
-            total = total * old + jnp.sum(jnp.where(used, weight * denom, 0.0), axis=0)
-            acc = acc * old + jnp.sum(jnp.where(used, weight * values, 0.0), axis=0)
-            top = new_top
+            return (new_top, total * old + jnp.sum(jnp.where(used, weight * denom, 0.0), axis=0),
+                    acc * old + jnp.sum(jnp.where(used, weight * values, 0.0), axis=0))
+
+        state = add(0, (constant((head_dim,), M_FLOOR, layout.reduce(0)), *[constant((head_dim,), 0, layout.reduce(0))] * 2))
+        for first in range(SPLIT_ROWS, config.splits, SPLIT_ROWS):
+            are_empty = first * per_split >= end_page - first_page  # this one and all later ones
+            state = lax.cond(are_empty, lambda before: before, functools.partial(add, first), state)
+        _, total, acc = state
         mosaic.store(result_ref.at[token, head], (acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype))
 
     return mosaic.kernel(body, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), grid=(q.shape[0], num_heads), grid_names=("token", "head"),
