@@ -121,23 +121,18 @@ def as_lhs(p: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def load_rows(ref: Any, num_rows: int, layout: Any, *, interpret: bool) -> jax.Array:
-    """A small GMEM ref [R, C] as [num_rows, C] in a tiled layout, zero below its R rows."""
+    """A small GMEM ref [R, C] as [num_rows, C] in a tiled layout. Rows below its R repeat the last one: nothing waits for memory here."""
     held, (num_columns, dtype) = ref.shape[0], (ref.shape[1], ref.dtype)
     if interpret:
-        return jnp.concatenate([ref[...], jnp.zeros((num_rows - held, num_columns), dtype)]) if held < num_rows else ref[...]
+        return ref[...][jnp.minimum(jnp.arange(num_rows), held - 1)]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((num_rows, num_columns), dtype, layout=layout))
     def load(ctx: Any, source: Any) -> Any:
         native, index_type = layout.to_mgpu(), ir.IndexType.get()
-        element = utils.dtype_to_ir_type(dtype)
-        packed = ir.VectorType.get((native.vector_length,), element)
-        zero = vector.broadcast(packed, utils.c(0.0, element))
+        packed = ir.VectorType.get((native.vector_length,), utils.dtype_to_ir_type(dtype))
         registers = np.empty(native.registers_shape((num_rows, num_columns)), dtype=object)
         for index, (row, column) in zip(np.ndindex(registers.shape), native.thread_idxs((num_rows, num_columns)), strict=True):
-            there = arith.cmpi(arith.CmpIPredicate.ult, row, utils.c(held, index_type))
-            # Rows below repeat the last one, so that every access is in bounds.
-            pointer = _pointer(source, arith.minui(row, utils.c(held - 1, index_type)), column)
-            registers[index] = arith.select(there, llvm.load(packed, pointer), zero)
+            registers[index] = llvm.load(packed, _pointer(source, arith.minui(row, utils.c(held - 1, index_type)), column))
         return mgpu.FragmentedArray(_registers=registers, _layout=native, _is_signed=None)
 
     return load(ref)

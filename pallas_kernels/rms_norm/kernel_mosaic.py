@@ -32,6 +32,7 @@ def rms_norm(
     def body(*refs: Any) -> None:
         *inputs, weight_ref, out_ref = refs[:len(refs) - (residual is not None)]
         row = lax.axis_index("row")
+        weight = plgpu.load(weight_ref, layout=layout)  # first: the latest to come, for no kernel just wrote it, and a sum waits for no load
         if num_parts:
             values = rounded(functools.reduce(operator.add, (plgpu.load(inputs[0].at[i, row], layout=layout) for i in range(num_parts))))
         else:
@@ -40,7 +41,7 @@ def rms_norm(
             values = rounded(values + plgpu.load(inputs[1].at[row], layout=layout).astype(jnp.float32))
             refs[-1][row] = values.astype(dtype)
         scale = lax.rsqrt(jnp.sum(values * values) / dim + eps)
-        out_ref[row] = (rounded(values * scale) * rounded(plgpu.load(weight_ref, layout=layout))).astype(dtype)
+        out_ref[row] = (rounded(values * scale) * rounded(weight)).astype(dtype)
 
     struct = jax.ShapeDtypeStruct((num_tokens, dim), dtype)
     inputs = (x,) if residual is None else (x, residual)
