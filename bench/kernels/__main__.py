@@ -1,6 +1,6 @@
 """Times the kernels beside their peers and the device's ceilings, each call on operands that are not in the cache.
 
-  python -m bench.kernels [--ops=decode,prefill,...] [--arch=80] [--processes=8] [--name=NAME]
+  python -m bench.kernels [--ops=decode,prefill,...] [--shapes=b1,16,...] [--arch=80] [--processes=8] [--name=NAME]
   python -m bench.kernels --plot=bench/results/kernels-attention-nvidia-h200.json
 Rows are device time (see timing.py). --arch=80 runs the path that an A100 takes on a newer GPU. --tiny shrinks every shape, to try the
 program on a CPU. Most of a row's time goes to compiling its kernel: --processes=N compiles in N processes, of which one at a time has the
@@ -18,7 +18,7 @@ from absl import app, flags
 
 from bench import report
 from bench.kernels import plot
-from bench.kernels.groups import GROUPS
+from bench.kernels.groups import GROUPS, of_shapes
 from bench.kernels.rows import Settings
 from bench.kernels.running import Results, lower_for, path_of, run_group
 from bench.kernels.timing import measure_ceilings
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = flags.FlagValues()
     define = functools.partial(flags.DEFINE_string, flag_values=values, module_name="What")
     flags.DEFINE_list("ops", list(GROUPS), f"What to time, of {', '.join(GROUPS)}.", flag_values=values, module_name="What")
+    flags.DEFINE_list("shapes", [], "Only rows whose shape's name begins with one of these.", flag_values=values, module_name="What")
     flags.DEFINE_enum("arch", None, ["80"], "Lower the Mosaic kernels as for this architecture.", flag_values=values, module_name="What")
     flags.DEFINE_bool("tiny", False, "Small shapes, for a try on a CPU.", flag_values=values, module_name="What")
     flags.DEFINE_enum("page_size", "64", ["16", "32", "64", "96", "128"], "Tokens a page.", flag_values=values, module_name="What")
@@ -51,7 +52,13 @@ def _main(values: flags.FlagValues) -> int:
     unknown = sorted(set(ops) - set(GROUPS))
     if unknown or not ops:
         raise app.UsageError(f"--ops={','.join(unknown)}: must be some of {', '.join(GROUPS)}.")
-    settings = Settings(tiny=bool(values["tiny"].value), page_size=int(str(values["page_size"].value)), arch=values["arch"].value)
+    settings = Settings(tiny=bool(values["tiny"].value), page_size=int(str(values["page_size"].value)), arch=values["arch"].value,
+                        shapes=tuple(values["shapes"].value or ()))
+    known = {item.shape for op in ops for item in GROUPS[op](settings)} if settings.shapes else set()
+    unknown = sorted(text for text in settings.shapes if not any(shape.startswith(text) for shape in known))
+    if unknown:
+        raise app.UsageError(f"--shapes={','.join(unknown)}: no shape of --ops={','.join(ops)} begins so; there are "
+                             f"{', '.join(sorted(known))}.")
     lower_for(settings)
     processes = int(str(values["processes"].value))
     if processes > 1:
@@ -80,11 +87,12 @@ def run(settings: Settings, ops: Sequence[str], name: str, folder: Path | None, 
     def show(text: str) -> None:
         print(text, flush=True)
 
+    groups = [functools.partial(of_shapes, GROUPS[op]) for op in ops]
     if processes > 1:
-        run_groups([GROUPS[op] for op in ops], results, show, save, processes=processes)
+        run_groups(groups, results, show, save, processes=processes)
     else:
-        for op in ops:
-            run_group(GROUPS[op](settings), results, show, save)
+        for group in groups:
+            run_group(group(settings), results, show, save)
     return save(), results
 
 

@@ -27,3 +27,8 @@ GROUPS: dict[str, Callable[[Settings], Iterator[Item]]] = {
     "copy": copy_items,
     "int4": int4_items,
 }
+
+
+def of_shapes(group: Callable[[Settings], Iterator[Item]], settings: Settings) -> Iterator[Item]:
+    """A group's items of the shapes that are asked for."""
+    return (item for item in group(settings) if not settings.shapes or item.shape.startswith(settings.shapes))

@@ -23,6 +23,8 @@ class Settings:
     """Z, tokens a page."""
     arch: str | None = None
     """"80": Mosaic kernels are lowered as for sm_80, whatever the device."""
+    shapes: tuple[str, ...] = ()
+    """Only items whose shape's name begins with one of these; none: all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -209,11 +209,19 @@ def test_a_run_that_is_ended_keeps_what_it_had(tmp_path: Path, monkeypatch: pyte
     assert [x["op"] for x in figures["rows"]] == ["op"] and figures["path"] == "cpu" and figures["ceilings"]["bytes_per_s"] > 0
 
 
+def test_only_the_shapes_asked_for(tmp_path: Path) -> None:
+    assert program.main(["--tiny", "--ops=flash,norm,write", "--shapes=full,t4 d256 +", f"--folder={tmp_path}"]) == 0
+    figures = json.loads((tmp_path / "kernels-cpu-tiny.json").read_text())
+    assert {(x["op"], x["shape"]) for x in figures["rows"]} == {("flash", "full t40 4/2"), ("norm", "t4 d256 + residual")}
+
+
 def test_what_the_command_line_cannot_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--ops=norm,other"]) != 0
     assert "--ops=other: must be some of decode, prefill" in capsys.readouterr().err
     assert program.main(["--ops="]) != 0
     assert "--ops=: must be some of decode, prefill" in capsys.readouterr().err
+    assert program.main(["--tiny", "--ops=norm,write", "--shapes=t,u9"]) != 0
+    assert "--shapes=u9: no shape of --ops=norm,write begins so; there are t4 d256, t4 d256 + residual, t4 k2." in capsys.readouterr().err
     assert program.main(["--page_size=0"]) != 0
     assert "should be one of <16|32|64|96|128>" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
