@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 # Below every score but finite: exp2(M_FLOOR - M_FLOOR) is 1 and exp2(M_FLOOR - score) is 0. Softmax runs in base 2, so scores carry LOG2_E.
 # A power of two: a factor times it is exact, in a multiply-add too, whose unrounded product would otherwise miss the rounded one by 1e22.

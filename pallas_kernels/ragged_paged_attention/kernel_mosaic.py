@@ -10,7 +10,6 @@ them, one block a token and query head. The page pipeline is cp.async on sm_80 a
     later splits                             empty: their part is not written, and the combination does not look at it
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -178,9 +177,14 @@ def _combine_kernel(q: jax.Array, *, page_size: int, sliding_window: int | None,
                     acc * old + jnp.sum(jnp.where(used, weight * values, 0.0), axis=0))
 
         state = add(0, (constant((head_dim,), M_FLOOR, layout.reduce(0)), *[constant((head_dim,), 0, layout.reduce(0))] * 2))
-        for first in range(SPLIT_ROWS, config.splits, SPLIT_ROWS):
-            are_empty = first * per_split >= end_page - first_page  # this one and all later ones
-            state = lax.cond(are_empty, lambda before: before, functools.partial(add, first), state)
+        if config.splits > SPLIT_ROWS:
+            def add_others(before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                for first in range(SPLIT_ROWS, config.splits, SPLIT_ROWS):
+                    before = add(first, before)
+                return before
+
+            # The others all at once, so that none waits for what another one reads.
+            state = lax.cond(SPLIT_ROWS * per_split >= end_page - first_page, lambda before: before, add_others, state)
         _, total, acc = state
         mosaic.store(result_ref.at[token, head], (acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype))
 
