@@ -15,11 +15,14 @@ from convert.formats.bits import pack_columns, pack_rows, unpack_columns, unpack
 from convert.formats.gptq import input_order
 from jaxinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jaxinfer.quant import QuantFormat
+from tests.convert import exported_matrices
 from tests.convert.quantized_checkpoints import CONFIGS, matrix
+from tests.goldens.digests import digest
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 PACKED = dict(np.load(FIXTURES / "packed_matrices.npz"))
 CASES = sorted({key.partition("/")[0] for key in PACKED})
+UNPACKED = json.loads((FIXTURES / "unpacked_exports.json").read_text())["cases"]
 CODES = {"int32": "I32", "int64": "I64", "int8": "I8", "float16": "F16"}
 
 
@@ -47,6 +50,23 @@ def test_what_the_libraries_packed_dequantises_bit_for_bit(case: str) -> None:
     assert (got.perm is not None) == scheme.act_order == ("act" in case)
     np.testing.assert_array_equal(got.dequantized().T, weight)
     assert not got.dequantized().T[3].any()  # a column whose scales are zero
+    if scheme.name == "gptq":  # and what is written of it is what the library wrote
+        again = EXPORTS["gptq"].pack(got)
+        assert again.keys() == found.keys()
+        for name, value in found.items():
+            np.testing.assert_array_equal(again[name], value, err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize("case", sorted(exported_matrices.CASES))
+def test_the_libraries_unpack_what_was_packed(case: str) -> None:
+    """The tensors are those that AutoAWQ or AutoGPTQ was given, and what it made of them is the matrix, bit for bit."""
+    assert {name: digest(value) for name, value in exported_matrices.packed(case).items()} == UNPACKED[case]["tensors"]
+    assert digest(exported_matrices.CASES[case][1].dequantized().T) == UNPACKED[case]["weight"]
+
+
+def test_the_record_covers_every_layout_that_the_libraries_read() -> None:
+    assert UNPACKED.keys() == exported_matrices.CASES.keys()
+    assert {target for target, _ in exported_matrices.CASES.values()} == EXPORTS.keys() - {"gptq_v2"}  # AutoGPTQ 0.7.1 reads v1 alone
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq"])
