@@ -89,7 +89,7 @@ def run_layers(model: FloatModel, x: np.ndarray, variants: list[Variant], dtype:
             for state, at in itertools.product(variant.states.values(), range(0, _NUM_EVAL.value, rows)):
                 out = forward(jnp.asarray(state[at:at + rows], dtype), after, config=config, graph=graph)
                 state[at:at + rows] = np.asarray(out, np.float32)
-        print(f"layer {index + 1} of {config.num_layers}: {time.perf_counter() - start:.1f} s", flush=True)
+        print(f"layer {index} (last: {config.num_layers - 1}): {time.perf_counter() - start:.1f} s", flush=True)
     return spent
 
 

@@ -184,7 +184,7 @@ def quantise_layers(model: FloatModel, settings: QuantiseConfig, calibration: To
         store.add(result, x)
         passed = time.monotonic() - begun
         left = passed / (index + 1 - first) * (config.num_layers - index - 1)
-        logger.info("layer %d of %d: relative output error %s; %.0f s, %.0f s left", index + 1, config.num_layers,
+        logger.info("layer %d (last: %d): relative output error %s; %.0f s, %.0f s left", index, config.num_layers - 1,
                     ", ".join(f"{name.split('.')[1]} {error:.2e}" for name, error in result.errors.items()), passed, left)
     return x
 

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,14 @@ def parameters(folder: Path) -> dict[str, bytes]:
     return {name: read_param(folder, manifest, name).tobytes() for name in manifest["tensors"]}
 
 
-def test_a_quantised_checkpoint_is_whole_and_says_where_it_comes_from(tmp_path: Path, base: Path, text: Path) -> None:
+def test_a_quantised_checkpoint_is_whole_and_says_where_it_comes_from(tmp_path: Path, base: Path, text: Path,
+                                                                      caplog: pytest.LogCaptureFixture) -> None:
     settings = QuantiseConfig(method="awq", grid=GRID, num_int8=2)
-    found = quantise(base, tmp_path / "out", settings=settings, texts=texts(text, evaluation=text, num_eval_samples=4))
+    with caplog.at_level(logging.INFO):
+        found = quantise(base, tmp_path / "out", settings=settings, texts=texts(text, evaluation=text, num_eval_samples=4))
+    # layers are numbered as the checkpoint names them
+    assert re.findall(r"layer (\d+) \(last: 2\): relative output error qkv (\S+), ", caplog.text) == [
+        (str(i), f"{found['errors'][f'layers.{i}.attention.qkv']:.2e}") for i in range(3)]
     quantization = read_manifest(tmp_path / "out")["quantization"]
     assert quantization["calibration"] == found["calibration"] and found["calibration"]["file"] == "text.jsonl"
     assert found["calibration"]["num_samples"] == 8 and len(found["calibration"]["sha256"]) == 64
