@@ -110,7 +110,7 @@ def pack(matrix: QuantizedMatrix, *, version: str) -> dict[str, np.ndarray]:
     zeros = np.full(matrix.scales.shape, 2**(bits - 1), np.uint8) if matrix.zeros is None else matrix.zeros
     if VERSIONS[version] > zeros.min(initial=2**bits - 1):
         raise UnsupportedModelError("a zero point of 0, which GPTQ's v1 layout cannot hold so that every engine reads it: use --format=gptq_v2 "
-                                    "or --format=awq")
+                                    "or --format=awq, or quantise with --symmetric")
     stored = zeros - np.uint8(VERSIONS[version])
     return {"qweight": pack_rows(q, bits), "qzeros": pack_columns(stored, bits), "scales": matrix.scales, "g_idx": groups}
 

@@ -43,8 +43,8 @@ def mosaic_refusal(spec: NormSpec, target: Target) -> str | None:
 def mosaic_loss(spec: NormSpec, target: Target) -> str | None:
     """Why XLA does a call as well or better, or None if kernel_mosaic does it better.
 
-    On an H200, us, bfloat16, D 3584 (bench/results/kernels-attention-nvidia-h200.json): with a residual 1.5 against XLA's 2.9 at 32 rows,
-    30.1 against 38.4 at 4096, for XLA takes a launch for the sum and one for the norm; without one 1.3 and 1.4, 16.1 and 17.1. Of a product
+    On an H200, us, bfloat16, D 3584 (bench/results/kernels-attention-nvidia-h200.json): with a residual 1.4 against XLA's 2.9 at 32 rows,
+    30.2 against 38.9 at 4096, for XLA takes a launch for the sum and one for the norm; without one 1.2 and 1.4, 16.0 and 17.3. Of a product
     in nine parts and 8 rows, with the norms between, 2.5 in an engine's profile (bench/results/offline-Q-int4-nvidia-h200.json), where a
     launch that added the parts up took 1.3 and the norms 2.0 before.
     """
@@ -54,6 +54,6 @@ def mosaic_loss(spec: NormSpec, target: Target) -> str | None:
 def mosaic_vector(spec: NormSpec) -> int:
     """Neighbouring values that a thread reads at once: the most, up to 16 bytes, that share a row out evenly.
 
-    Compiled ahead of time, bfloat16, no spills; registers on sm_80 and on sm_90, with a residual: 56 at D 3584, 64 at D 4096.
+    Compiled ahead of time, bfloat16, no spills; registers on sm_80 and on sm_90, with a residual: 72 at D 3584, 80 at D 4096.
     """
     return next(vector for vector in (8, 4, 2, 1) if spec.dim % (MOSAIC_THREADS * vector) == 0)
