@@ -3,7 +3,8 @@
   python -m bench.accuracy --models=A,B,... --text=FILE [--text=FILE ...] [--dtype=bfloat16 --num_windows=16 --max_len=512]
 
 The sets (bench/accuracy_sets.py): arithmetic, '12 + 7 =' among four sums; code, the start of a small Python function among four ends.
-A set's answer is the choice of the largest log-likelihood. Models are loaded one after another.
+A set's answer is the choice of the largest log-likelihood. Models are loaded one after another, and the result file is written anew after
+each.
 """
 
 import gc
@@ -88,12 +89,13 @@ def shared_length(prompt: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def text_windows(tokenizer: Tokenizer, path: Path, *, num_windows: int, max_len: int) -> np.ndarray:
-    """The first windows of a text: int32 [S, T]. Raises ConfigError where it holds none."""
+    """Windows from all over a text, whose beginning need not be like the rest: int32 [S, T]. Raises ConfigError where it holds none."""
     ids = tokenizer.encode(read_text(path))
-    count = min(num_windows, len(ids) // max_len)
-    if count == 0:
+    held = len(ids) // max_len
+    if held == 0:
         raise ConfigError(f"{path} has {len(ids)} tokens, which is not one window of {max_len}: give more text or a smaller --max_len.")
-    return np.array(ids[:count * max_len], np.int32).reshape(count, max_len)
+    count = min(num_windows, held)
+    return np.array(ids[:held * max_len], np.int32).reshape(held, max_len)[np.arange(count) * held // count]
 
 
 def judge(name: str, texts: Sequence[Path], questions: Mapping[str, Sequence[Question]], reference: dict[str, Any]) -> dict[str, Any]:
@@ -133,9 +135,9 @@ def main(argv: list[str]) -> None:
         rows.append(judge(name, texts, questions, reference))
         gc.collect()  # one model's weights at a time
         print(report.table(rows), flush=True)
-    report.write(_NAME.value or f"accuracy-{rows[0]['model']}", {
-        "dtype": _DTYPE.value, "texts": [text.name for text in texts], "num_windows": _NUM_WINDOWS.value, "max_len": _MAX_LEN.value,
-        "num_questions": _NUM_QUESTIONS.value, "seed": _SEED.value, "rows": rows})
+        report.write(_NAME.value or f"accuracy-{rows[0]['model']}", {
+            "dtype": _DTYPE.value, "texts": [text.name for text in texts], "num_windows": _NUM_WINDOWS.value, "max_len": _MAX_LEN.value,
+            "num_questions": _NUM_QUESTIONS.value, "seed": _SEED.value, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -72,6 +72,14 @@ def test_short_text_is_refused(tmp_path: Path) -> None:
         accuracy.text_windows(Letters(), tmp_path / "t.txt", num_windows=1, max_len=8)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("num_windows, at", [(1, [0]), (2, [0, 3]), (5, [0, 1, 2, 4, 5]), (7, range(7)), (9, range(7))])
+def test_windows_come_from_all_over_a_text(tmp_path: Path, num_windows: int, at: Sequence[int]) -> None:
+    text = "".join(chr(97 + i // 4) for i in range(30))  # seven windows of four like letters, and two letters left
+    (tmp_path / "t.txt").write_text(text)
+    found = accuracy.text_windows(Letters(), tmp_path / "t.txt", num_windows=num_windows, max_len=4)  # type: ignore[arg-type]
+    assert found.tolist() == [Letters().encode(chr(97 + i) * 4) for i in at]
+
+
 @pytest.mark.parametrize("kind", texts.KINDS)
 def test_splits_share_no_file(kind: str) -> None:
     calibration, held_out = (texts.files(kind, split) for split in texts.SPLITS)
