@@ -173,7 +173,9 @@ def tiled_rows(shape: tuple[int, ...], dtype: Any) -> Any:
 def load_wide(smem: Any, source: Any) -> None:
     """A GMEM tile [64 k, 32 m] of 16-bit values to shared memory of `tiled_rows`, whatever row it begins at, 16 bytes a thread at a time.
 
-    The layouts of tensor-core operands would have a thread load its columns two by two: a prompt of 512 tokens takes 8 to 10 % longer.
+    The layouts of tensor-core operands have a thread load its columns two by two. On an H200, with `store_wide`, us of wgmma prefill, before
+    and after: one prompt of 512 tokens 17.6 and 16.0, 16 of them 179 and 151, one of 2048 96.8 and 88.5
+    (bench/results/kernels-attention-nvidia-h200.json).
     """
     smem[...] = plgpu.load(source, layout=WIDE, optimized=False)
 
@@ -181,7 +183,7 @@ def load_wide(smem: Any, source: Any) -> None:
 def store_wide(ref: Any, value: jax.Array, first: jax.Array | int, end: jax.Array | int, smem: Any, *, interpret: bool) -> None:
     """`store_rows` of 16-bit values [64 k, 32 m], 16 bytes a thread at a time, by way of shared memory of `tiled_rows` that is free by now.
 
-    Two by two, as an accumulator's registers have them, 16 prompts of 512 tokens take 12 % longer.
+    An accumulator's registers have columns two by two.
     """
     smem[...] = value
     store_rows(ref, plgpu.load(smem, layout=WIDE), first, end, WIDE, interpret=interpret)

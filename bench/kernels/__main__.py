@@ -54,15 +54,17 @@ def _main(values: flags.FlagValues) -> int:
         raise app.UsageError(f"--ops={','.join(unknown)}: must be some of {', '.join(GROUPS)}.")
     settings = Settings(tiny=bool(values["tiny"].value), page_size=int(str(values["page_size"].value)), arch=values["arch"].value,
                         shapes=tuple(values["shapes"].value or ()))
+    if "" in settings.shapes or (values["shapes"].present and not settings.shapes):
+        raise app.UsageError(f"--shapes={','.join(settings.shapes)}: an empty name, with which every shape begins; leave --shapes out for all.")
+    processes = int(str(values["processes"].value))
+    if processes > 1:
+        share_memory()  # before anything that asks jax for its devices
     known = {item.shape for op in ops for item in GROUPS[op](settings)} if settings.shapes else set()
     unknown = sorted(text for text in settings.shapes if not any(shape.startswith(text) for shape in known))
     if unknown:
         raise app.UsageError(f"--shapes={','.join(unknown)}: no shape of --ops={','.join(ops)} begins so; there are "
                              f"{', '.join(sorted(known))}.")
     lower_for(settings)
-    processes = int(str(values["processes"].value))
-    if processes > 1:
-        share_memory()
     folder = Path(values["folder"].value) if values["folder"].value else None
     path, results = run(settings, ops, str(name or default_name(settings)), folder, processes)
     print(report.table(results.lines))

@@ -174,7 +174,7 @@ def quantise_layers(model: FloatModel, settings: QuantiseConfig, calibration: To
     config, begun, first = model.config, time.monotonic(), store.next_layer
     x = store.inputs()
     if x is None and calibration is not None:
-        assert first == 0, f"layers up to {first} are there, but not what layer {first} reads"
+        assert first == 0, f"the layers before {first} are there, but not what layer {first} reads"
         x = model.embed(calibration.tokens)
     for index in range(first, config.num_layers):
         interruption.check()

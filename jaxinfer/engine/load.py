@@ -49,8 +49,9 @@ class LoadedModel:
     def logits(self, tokens: jax.Array, lengths: jax.Array | None = None, prompt_lens: jax.Array | None = None) -> jax.Array:
         """Next-token logits at every position (teacher forcing): `teacher_forced_logits` with this model's parameters.
 
-        Pure, so it can be jitted; but `jax.jit(model.logits)` compiles the weights in as constants. For a large model jit
-        `teacher_forced_logits` itself, with `graphdef` static and `params` an argument.
+        Pure, so it can be jitted; but `jax.jit(model.logits)` compiles the weights in as constants, which jax's compilation
+        cache, on once there is an LLM, takes minutes to write. Jit `teacher_forced_logits` itself, with `graphdef` static and
+        `params` an argument.
         """
         return teacher_forced_logits(self.graphdef, self.params, tokens, lengths, prompt_lens)
 

@@ -100,7 +100,7 @@ def mosaic_config(spec: FlashAttentionSpec) -> MosaicConfig:
     """Tile sizes of kernel_mosaic.
 
     Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90, the most over causal, full, windowed,
-    capped and segmented calls: H 128, 64 x 32: (223, 67585) and (195, 67609); H 64, 64 x 64: (246, 59393) and (224, 59417).
+    capped and segmented calls: H 128, 64 x 32: (226, 67585) and (216, 67609); H 64, 64 x 64: (250, 59393) and (238, 59417).
     """
     return MosaicConfig(block_q=MOSAIC_BLOCK_Q, block_kv=64 if spec.head_dim == 64 else 32, stages=MOSAIC_STAGES)
 

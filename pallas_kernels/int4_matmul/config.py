@@ -90,8 +90,8 @@ SHARED_REST = 3072  # bytes of shared memory for barriers and alignment
 # and many columns from 9 on (26.5 against 28.7 for 3584 x 37888 and 16 tokens; 17.2 and 17.1 for 3584 x 18944). Dequantising costs a pass
 # over the weights, which many columns earn back late: kernel_wgmma multiplies by them at 700 to 740 TFLOP/s. The crossings that are measured
 # stand in DEQUANTIZE_MEASURED: 36.6 against 42.6 at 512 tokens of 3584 x 4608; 45.6 and 44.3 at 1024, 81 and 85 at 2048 of 3584 x 3584; 221
-# and 213, 403 and 433 of 18944 x 3584; 775 against 746 at 2048 of 3584 x 37888, but 761 against 793 in bench.kernels on another day (as
-# 1477 against 1689 at 4096). An A100's is an estimate from its rates.
+# and 213, 403 and 433 of 18944 x 3584; 775 against 746 at 2048 of 3584 x 37888, and 784 against 756 in bench.kernels (as 1497 against
+# 1637 at 4096). An A100's is an estimate from its rates.
 WGMMA_MIN_M, WGMMA_WIDE_MIN_M = 17, 9
 WIDE_N, SMALL_CODES = 16384, 2**25
 DEQUANTIZE_MEASURED = {(3584, 4608): 512, (3584, 3584): 2048, (18944, 3584): 2048, (3584, 18944): 4096, (3584, 37888): 4096}  # by k, n

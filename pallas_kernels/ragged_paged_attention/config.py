@@ -203,7 +203,7 @@ def mosaic_config(spec: AttentionSpec) -> MosaicConfig:
     Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90: H 128, pages of 16: (147, 35841),
     (121, 35873); of 32: (143, 68609), (114, 68641); of 64: (191, 69633), (161, 69649); of 96: (219, 103425), (189, 103441); of 128:
     (239, 137217), (215, 137233). H 64, pages of 16: (118, 19457), (94, 19489); of 48: (152, 54273), (126, 54305). The combination
-    takes 30 registers for up to 16 splits and 114 for 64.
+    takes at most 32 registers for up to 16 splits and 114 for 64.
 
     Splits, H200, context 640 unless said, 28/4 heads, us: 8 rows 9.9 with 5 or 10, 10.7 with 16, 13.6 with 32; 32 rows 17.9 with 2, 19.5
     with 4; 128 rows 46.6 with 1, 52.7 with 2. One row of 32768 keys among 8: 32.9 with 16, 27.9 with 64. 32 rows of 4096, 64/8 heads:
@@ -223,7 +223,7 @@ def mosaic_prefill_config(spec: AttentionSpec) -> PrefillConfig:
     """Tile sizes of kernel_mosaic_prefill.
 
     Compiled ahead of time, bfloat16, no spills; (registers, bytes of shared memory) on sm_80 and sm_90:
-    H 128, 64 x 32: (224, 67585) and (200, 67609); H 64, 64 x 64: (230, 59393) and (204, 59417); H 64, 64 x 16: (143, 22529) and
+    H 128, 64 x 32: (224, 67585) and (200, 67609); H 64, 64 x 64: (242, 59393) and (206, 59417); H 64, 64 x 16: (143, 22529) and
     (126, 22553). At H 128, 64 x 64 spills on both.
     """
     block_kv = 64 if spec.head_dim == 64 and spec.page_size % 64 == 0 else 32 if spec.page_size % 32 == 0 else 16

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import (
     traced_once,
 )
 from pallas_kernels.rms_norm import kernel_xla, reference
-from pallas_kernels.rms_norm.config import NormSpec, mosaic_loss, mosaic_refusal, mosaic_vector
+from pallas_kernels.rms_norm.config import NormSpec, mosaic_asks_for_weight_first, mosaic_loss, mosaic_refusal, mosaic_vector
 
 OP = "rms_norm"
 
@@ -106,7 +106,8 @@ def _run_mosaic(x: jax.Array, weight: jax.Array, residual: jax.Array | None = No
                 target: Target) -> jax.Array | tuple[jax.Array, jax.Array]:
     from pallas_kernels.rms_norm import kernel_mosaic  # imported late: Pallas takes as long as jax to import
 
-    return kernel_mosaic.rms_norm(x, weight, residual, eps=eps, vector=mosaic_vector(spec), interpret=target.interpret)
+    return kernel_mosaic.rms_norm(x, weight, residual, eps=eps, vector=mosaic_vector(spec),
+                                 asks_for_weight_first=mosaic_asks_for_weight_first(spec), interpret=target.interpret)
 
 
 def _run_xla(x: jax.Array, weight: jax.Array, residual: jax.Array | None = None, *, eps: float, spec: NormSpec,

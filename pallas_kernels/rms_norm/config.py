@@ -45,7 +45,7 @@ def mosaic_loss(spec: NormSpec, target: Target) -> str | None:
 
     On an H200, us, bfloat16, D 3584 (bench/results/kernels-attention-nvidia-h200.json): with a residual 1.4 against XLA's 2.9 at 32 rows,
     30.2 against 38.9 at 4096, for XLA takes a launch for the sum and one for the norm; without one 1.2 and 1.4, 16.0 and 17.3. Of a product
-    in nine parts and 8 rows, with the norms between, 2.5 in an engine's profile (bench/results/offline-Q-int4-nvidia-h200.json), where a
+    in nine parts and 8 rows, with the norms between, 2.3 in an engine's profile (bench/results/offline-Q-int4-nvidia-h200.json), where a
     launch that added the parts up took 1.3 and the norms 2.0 before.
     """
     return None if spec.has_residual else "without a residual XLA takes one launch too, and fuses what stands around it"
@@ -54,6 +54,12 @@ def mosaic_loss(spec: NormSpec, target: Target) -> str | None:
 def mosaic_vector(spec: NormSpec) -> int:
     """Neighbouring values that a thread reads at once: the most, up to 16 bytes, that share a row out evenly.
 
-    Compiled ahead of time, bfloat16, no spills; registers on sm_80 and on sm_90, with a residual: 72 at D 3584, 80 at D 4096.
+    Compiled ahead of time, bfloat16, no spills; registers on sm_80 and on sm_90, with a residual: 72 at D 3584, 80 at D 4096;
+    in 9 parts 255. Wider rows in so many parts spill: 16 bytes at D 8192 on sm_80.
     """
     return next(vector for vector in (8, 4, 2, 1) if spec.dim % (MOSAIC_THREADS * vector) == 0)
+
+
+def mosaic_asks_for_weight_first(spec: NormSpec) -> bool:
+    """The weight is asked for before the sum that it waits for, where registers hold it beside the row and its parts."""
+    return not spec.num_parts or spec.dim <= MOSAIC_MAX_DIM // 4

@@ -19,9 +19,13 @@ def rms_norm(
     *,
     eps: float,
     vector: int,
+    asks_for_weight_first: bool,
     interpret: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """See api.rms_norm. `vector` neighbouring values a thread; `interpret` runs it on the CPU, slowly, for tests."""
+    """See api.rms_norm. `vector` neighbouring values a thread; `interpret` runs it on the CPU, slowly, for tests.
+
+    The weight is the latest to come, for no kernel just wrote it, and what is asked for after a sum over threads waits for the sum.
+    """
     num_tokens, dim = x.shape[-2:]
     num_parts, dtype = x.shape[0] if x.ndim > len("TD") else 0, (x if residual is None else residual).dtype
     layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=vector)
@@ -32,7 +36,7 @@ def rms_norm(
     def body(*refs: Any) -> None:
         *inputs, weight_ref, out_ref = refs[:len(refs) - (residual is not None)]
         row = lax.axis_index("row")
-        weight = plgpu.load(weight_ref, layout=layout)  # first: the latest to come, for no kernel just wrote it, and a sum waits for no load
+        weight = plgpu.load(weight_ref, layout=layout) if asks_for_weight_first else None
         if num_parts:
             values = rounded(functools.reduce(operator.add, (plgpu.load(inputs[0].at[i, row], layout=layout) for i in range(num_parts))))
         else:
@@ -41,7 +45,7 @@ def rms_norm(
             values = rounded(values + plgpu.load(inputs[1].at[row], layout=layout).astype(jnp.float32))
             refs[-1][row] = values.astype(dtype)
         scale = lax.rsqrt(jnp.sum(values * values) / dim + eps)
-        out_ref[row] = (rounded(values * scale) * rounded(weight)).astype(dtype)
+        out_ref[row] = (rounded(values * scale) * rounded(plgpu.load(weight_ref, layout=layout) if weight is None else weight)).astype(dtype)
 
     struct = jax.ShapeDtypeStruct((num_tokens, dim), dtype)
     inputs = (x,) if residual is None else (x, residual)

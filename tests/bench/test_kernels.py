@@ -222,6 +222,9 @@ def test_what_the_command_line_cannot_mean(tmp_path: Path, capsys: pytest.Captur
     assert "--ops=: must be some of decode, prefill" in capsys.readouterr().err
     assert program.main(["--tiny", "--ops=norm,write", "--shapes=t,u9"]) != 0
     assert "--shapes=u9: no shape of --ops=norm,write begins so; there are t4 d256, t4 d256 + residual, t4 k2." in capsys.readouterr().err
+    for empty in ("", ",", "t4 k2,"):
+        assert program.main(["--tiny", "--ops=norm,write", f"--shapes={empty}"]) != 0
+        assert f"--shapes={empty}: an empty name, with which every shape begins" in capsys.readouterr().err
     assert program.main(["--page_size=0"]) != 0
     assert "should be one of <16|32|64|96|128>" in capsys.readouterr().err
     (tmp_path / "file").write_text("")

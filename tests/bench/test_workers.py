@@ -162,9 +162,19 @@ def test_the_command_shares_its_groups(tmp_path: Path, monkeypatch: pytest.Monke
         show("shared")
         assert save() == tmp_path / "kernels-cpu-tiny.json"
 
+    walked: list[bool] = []
+
+    def known_items(settings: Settings) -> list[Item]:
+        walked.append(os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == "false")
+        return list(GROUPS["norm"](settings))
+
     monkeypatch.setattr(program, "run_groups", run_groups)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
     assert program.main(["--tiny", "--processes=3", "--ops=norm,int4", f"--folder={tmp_path}"]) == 0
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
+    monkeypatch.setattr(program, "GROUPS", {"norm": known_items, "int4": GROUPS["int4"]})
+    assert program.main(["--tiny", "--processes=2", "--ops=norm", "--shapes=u"]) != 0
+    assert walked == [True], "jax was asked for its devices before they were to be shared"
     assert program.main(["--processes=0"]) != 0

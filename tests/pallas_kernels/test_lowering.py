@@ -63,7 +63,8 @@ def test_interpreted_kernels_are_lowered_in_place() -> None:
 def test_a_kernel_is_the_same_bytes_whatever_was_lowered_before() -> None:
     def hashes(*sizes: int) -> dict[int, str]:
         def norm(x: jax.Array) -> Any:
-            return kernel_mosaic.rms_norm(x, jnp.ones((256,), jnp.bfloat16), None, eps=1e-6, vector=2, interpret=False)
+            return kernel_mosaic.rms_norm(x, jnp.ones((256,), jnp.bfloat16), None, eps=1e-6, vector=2, asks_for_weight_first=True,
+                                          interpret=False)
 
         found = {}
         for size in sizes:
