@@ -164,10 +164,14 @@ def store_rows(ref: Any, value: jax.Array, first: jax.Array | int, end: jax.Arra
     store(value, ref, jnp.int32(first), jnp.int32(end))
 
 
+def tiles(width_bytes: int = 128) -> tuple[Any, ...]:
+    """Transforms of 16-bit rows in shared memory: tiles of 8 rows, so wide, which tensor cores read and wide accesses do not collide in."""
+    return plgpu.TilingTransform((8, width_bytes // 2)), plgpu.SwizzleTransform(width_bytes)  # type: ignore[abstract]
+
+
 def tiled_rows(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for 16-bit rows [.., 8 k, 64 m], in the tiles that tensor cores read and wide accesses do not collide in."""
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    """Shared memory for 16-bit rows [.., 8 k, 64 m] in `tiles`."""
+    return plgpu.SMEM(shape, dtype, transforms=tiles())
 
 
 def load_wide(smem: Any, source: Any) -> None:

@@ -175,8 +175,7 @@ def _tile_kernel(q: jax.Array, *, num_kv_heads: int, num_tiles: int, num_segment
             return acc, new_m, denom * alpha + jnp.sum(p, axis=1)
 
         # Given, not inferred: an untiled cp.async would copy consecutive memory instead of a column of blocks.
-        transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-        blocks = plgpu.BlockSpec((None, block_kv, head_dim), lambda j: (row, start + j, kv_head), transforms=transforms,
+        blocks = plgpu.BlockSpec((None, block_kv, head_dim), lambda j: (row, start + j, kv_head), transforms=mosaic.tiles(),
                                  oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
         acc, m, denom = plgpu.emit_pipeline(
             step, grid=(count,), in_specs=[blocks, blocks], max_concurrent_steps=config.stages,

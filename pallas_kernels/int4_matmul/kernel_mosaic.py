@@ -152,10 +152,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
                 plgpu.barrier_wait(barriers[-1].at[mine])
             finish(acc)
 
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     ring = (num_threads, stages)
-    scratch: list[Any] = [plgpu.SMEM((*ring, TILE_N, num_words), packed.dtype, transforms=transforms),
-               plgpu.SMEM((*ring, block_m, TILE_K), dtype, transforms=transforms),
+    scratch: list[Any] = [mosaic.tiled_rows((*ring, TILE_N, num_words), packed.dtype),
+               mosaic.tiled_rows((*ring, block_m, TILE_K), dtype),
                plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, 8, 8), jnp.float32),
                *parameters.scratch(config, scales, num_tiles=num_tiles, has_zeros=has_zeros),
                *([] if copies_async else [plgpu.Barrier(num_arrivals=2, num_barriers=num_threads * stages),

@@ -268,10 +268,9 @@ def _kernel(x: jax.Array, packed: jax.Array, scales: jax.Array, *, has_zeros: bo
 
                 lax.fori_loop(jnp.maximum(num_places - token_stages, 0), num_places, drain, None)
 
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     rings = config.warpgroups * token_stages
-    scratch: list[Any] = [plgpu.SMEM((num_threads, stages, TILE_N, num_words), packed.dtype, transforms=transforms),
-               plgpu.SMEM((config.warpgroups, token_stages, block_m, place_k), dtype, transforms=transforms),
+    scratch: list[Any] = [mosaic.tiled_rows((num_threads, stages, TILE_N, num_words), packed.dtype),
+               mosaic.tiled_rows((config.warpgroups, token_stages, block_m, place_k), dtype),
                plgpu.SMEM((config.strips, config.warpgroups - 1, TILE_N, block_m) if config.warpgroups > 1 else (1, 1, 8, 8), jnp.float32),
                *parameters.scratch(config, scales, num_tiles=num_tiles, has_zeros=has_zeros),
                plgpu.Barrier(num_barriers=num_threads * stages), plgpu.Barrier(num_barriers=rings),

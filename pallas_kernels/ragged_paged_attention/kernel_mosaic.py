@@ -140,9 +140,8 @@ def page_block(shape: tuple[int, int], index: Callable[[jax.Array], tuple[Any, .
       index: from a step of the pipeline to its block of the pool.
       swizzle_bytes: width of a tile of 8 rows in shared memory.
     """
-    tile = 8, swizzle_bytes // 2
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle_bytes))  # type: ignore[abstract]
-    return plgpu.BlockSpec((None, None, *shape), index, transforms=transforms, oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    return plgpu.BlockSpec((None, None, *shape), index, transforms=mosaic.tiles(swizzle_bytes),
+                           oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
 def _combine_kernel(q: jax.Array, *, page_size: int, sliding_window: int | None, config: MosaicConfig, interpret: bool) -> Any:
